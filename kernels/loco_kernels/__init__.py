@@ -1,0 +1,1 @@
+"""Triton kernels of the codec of loco-fsdp, one file a kernel."""

@@ -1,0 +1,177 @@
+"""Everything of FSDP2 that torch does not export, in one place.
+
+Read in torch 2.9 and 2.13, tested with 2.13. Public names are used elsewhere directly. What
+is private here, and why:
+
+- `FSDPModule._get_fsdp_state()`, `._fsdp_param_group(s)`: `fully_shard([a, b])` makes two modules
+  share one parameter group, and a module without parameters has none; nothing public tells.
+- `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
+  this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
+- `FSDPParamGroup._reduce_scatter_comm`, `.force_sum_reduction_for_comms`: to put back what was
+  there; `DefaultReduceScatter`: to leave the custom reduce-scatter of somebody else alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+
+class ReduceScatter(Protocol):
+    """What FSDP2 calls to reduce the gradient of a unit (`set_custom_reduce_scatter`)."""
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor: ...
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None: ...
+
+
+class FSDPUnit:
+    """What one `fully_shard` call shards and reduces together.
+
+    Attributes:
+        name: names of its modules, from the module that was searched, joined by commas.
+        parameter_names: names of its parameters, in the order in which they are packed.
+        shard_numels: elements of each parameter in one rank's part of the flat gradient, with the
+            padding of dim 0.
+        active: indices of the parameters in the gradient that is being reduced. Kept up to date
+            between `watch` and `unwatch`.
+    """
+
+    def __init__(self, name: str, modules: tuple[FSDPModule, ...], names: dict[nn.Module, str]):
+        groups = _param_groups(modules[0])
+        self.name = name
+        self.modules = modules
+        self.num_groups = len(groups)
+        self._group = groups[0]
+        params = [param for group in groups for param in group.fsdp_params]
+        self.parameter_names = tuple(
+            _join(names[param._module_info.module], param._module_info.param_name)
+            for param in params
+        )
+        self.shard_numels = tuple(param.padded_sharded_param_size.numel() for param in params)
+        self.active: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit's parameters, over all ranks of its shard group."""
+        return sum(param._orig_size.numel() for param in self._group.fsdp_params)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the shard group; 1 where nothing is sharded."""
+        return int(getattr(self._group.mesh_info, "shard_mesh_size", 1))
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The shard group and, if the mesh is 2-D, the group of replicas."""
+        mesh_info = self._group.mesh_info
+        names = ("shard_process_group", "replicate_process_group")
+        return [getattr(mesh_info, name) for name in names if hasattr(mesh_info, name)]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype that gradients are reduced in."""
+        policy = self._group.mp_policy
+        dtype: torch.dtype = (
+            policy.reduce_dtype
+            or policy.param_dtype
+            or self._group.fsdp_params[0].sharded_param.dtype
+        )
+        return dtype
+
+    @property
+    def force_sum(self) -> bool:
+        """Whether FSDP2 divides by itself and asks the reduce-scatter for sums only."""
+        return bool(self._group.force_sum_reduction_for_comms)
+
+    @force_sum.setter
+    def force_sum(self, enable: bool) -> None:
+        self.modules[0].set_force_sum_reduction_for_comms(enable)
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        """What reduces the unit's gradient now."""
+        comm: ReduceScatter = self._group._reduce_scatter_comm
+        return comm
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: ReduceScatter) -> None:
+        self.modules[0].set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+
+    def watch(self) -> None:
+        """Keep `active` up to date from now on."""
+        group = self._group
+        post_backward = group.post_backward
+
+        def watched_post_backward(*unused: Any) -> Any:
+            self.active = tuple(
+                index
+                for index, param in enumerate(group.fsdp_params)
+                if _has_gradient(group, param)
+            )
+            return post_backward(*unused)
+
+        group.post_backward = watched_post_backward
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        del self._group.post_backward  # the instance attribute; the method is the class's
+
+
+def fsdp_units(module: nn.Module) -> Iterator[FSDPUnit]:
+    """The FSDP units with parameters in `module`, each once, in the order of `named_modules`."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    by_state: dict[int, list[tuple[str, FSDPModule]]] = {}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule) and _param_groups(submodule):
+            by_state.setdefault(id(submodule._get_fsdp_state()), []).append((name, submodule))
+    for members in by_state.values():
+        yield FSDPUnit(
+            ", ".join(name or "(root)" for name, _ in members),
+            tuple(submodule for _, submodule in members),
+            names,
+        )
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # torch < 2.12: one group or None
+    return [] if group is None else [group]
+
+
+def _has_gradient(group: Any, param: Any) -> bool:
+    """Whether `FSDPParamGroup.post_backward` is about to pack this parameter's gradient."""
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    unsharded = param._unsharded_param
+    return (
+        param.unsharded_accumulated_grad is not None
+        or unsharded.grad is not None
+        or (getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
+    )
+
+
+def _join(module_name: str, parameter_name: str) -> str:
+    return f"{module_name}.{parameter_name}" if module_name else parameter_name
+
+
+def is_stock(comm: ReduceScatter) -> bool:
+    """Whether this is the reduce-scatter that FSDP2 itself uses by default."""
+    return type(comm) is DefaultReduceScatter
