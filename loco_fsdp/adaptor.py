@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 from torch import nn
 
-from loco_fsdp.codec import GRADIENT_DTYPES
+from loco_fsdp.codec import GRADIENT_DTYPES, choose_backend
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units, is_stock
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
@@ -50,8 +50,8 @@ class _Planned:
 
     unit: FSDPUnit
     config: LoCoConfig
+    backend: str
     bypass_reason: str | None
-    replaceable: bool = True
 
 
 class LoCo:
@@ -64,10 +64,10 @@ class LoCo:
         self._planned = planned
         self._comms = {
             id(plan): LoCoReduceScatter(
-                plan.unit, plan.config, workspace, node_size, plan.bypass_reason
+                plan.unit, plan.config, workspace, node_size, plan.backend, plan.bypass_reason
             )
             for plan in planned
-            if plan.replaceable
+            if plan.unit.customizable
         }
         for comm in self._comms.values():
             comm.install()
@@ -243,29 +243,28 @@ def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> _Planned
         )
     if config.topology == "hierarchical":
         raise NotImplementedError('topology="hierarchical" is not built yet: use "flat" or "auto"')
-    # FSDP2 never calls a custom reduce-scatter for these two.
-    if unit.num_groups > 1:
-        return _Planned(
-            unit,
-            config,
-            f"{unit.num_groups} parameter groups: FSDP2 allows a custom reduce-scatter for one",
-            replaceable=False,
-        )
-    if unit.world_size == 1:
-        return _Planned(unit, config, "shard group of one rank: nothing to send", replaceable=False)
-    if not is_stock(unit.reduce_scatter):
+    backend = choose_backend(config.backend, unit.device)
+    if unit.customizable and not is_stock(unit.reduce_scatter):
         raise ValueError(
             f"FSDP unit {unit.name!r} has a reduce-scatter of its own, "
             f"{type(unit.reduce_scatter).__name__}, which LoCo would replace: do not set it"
         )
-    reason = None
-    if choice is False:
-        reason = "not selected"
-    elif unit.numel < config.min_numel:
-        reason = f"fewer than min_numel={config.min_numel} elements"
-    elif unit.reduce_dtype not in GRADIENT_DTYPES:
-        reason = f"gradients are reduced in {unit.reduce_dtype}"
-    return _Planned(unit, config, reason)
+    return _Planned(unit, config, backend, _bypass_reason(unit, config, bool(choice)))
+
+
+def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool) -> str | None:
+    """Why stock FSDP2 has to reduce this unit; equal on all ranks."""
+    if unit.num_groups > 1:
+        return f"{unit.num_groups} parameter groups: FSDP2 allows a custom reduce-scatter for one"
+    if unit.world_size == 1:
+        return "shard group of one rank: nothing to send"
+    if not selected:
+        return "not selected"
+    if unit.numel < config.min_numel:
+        return f"fewer than min_numel={config.min_numel} elements"
+    if unit.reduce_dtype not in GRADIENT_DTYPES:
+        return f"gradients are reduced in {unit.reduce_dtype}"
+    return None
 
 
 def _agree(units: list[FSDPUnit], planned: list[_Planned], error: Exception | None) -> None:

@@ -77,11 +77,22 @@ class FSDPUnit:
         return int(getattr(self._group.mesh_info, "shard_mesh_size", 1))
 
     @property
+    def customizable(self) -> bool:
+        """Whether FSDP2 takes a custom reduce-scatter for this unit, and calls it."""
+        return self.num_groups == 1 and self.world_size > 1
+
+    @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The shard group and, if the mesh is 2-D, the group of replicas."""
         mesh_info = self._group.mesh_info
         names = ("shard_process_group", "replicate_process_group")
         return [getattr(mesh_info, name) for name in names if hasattr(mesh_info, name)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced."""
+        device: torch.device = self._group.device
+        return device
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -44,6 +44,7 @@ class LoCoReduceScatter:
         config: LoCoConfig,
         workspace: Workspace,
         node_size: int,
+        backend: str,
         bypass_reason: str | None = None,
     ) -> None:
         self.unit = unit
@@ -61,6 +62,7 @@ class LoCoReduceScatter:
         self._stock_force_sum = unit.force_sum
         self._workspace = workspace
         self._node_size = node_size
+        self._backend = backend
         self._table = lru_cache(_MAX_TABLES)(self._make_table)
 
     def install(self) -> None:
@@ -151,9 +153,10 @@ class LoCoReduceScatter:
         send, receive = self._workspace.buffers((world_size, layout.bytes_per_shard), device)
         stats = self._stats_for(world_size, layout, device)
         error = self.error.state if feedback else None
-        encode(input_tensor.view(world_size, -1), send, table, stats, error, self.config.beta)
+        gradient = input_tensor.view(world_size, -1)
+        encode(gradient, send, table, stats, error, self.config.beta, backend=self._backend)
         dist.all_to_all_single(receive, send, group=group)
-        decode(receive, output_tensor, table)
+        decode(receive, output_tensor, table, backend=self._backend)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1
         interval = self.config.reset_interval

@@ -1,7 +1,9 @@
-"""The codec: which backend encodes and decodes the gradient of an FSDP unit."""
+"""The codec: blocks and wire, the arithmetic, and the backends that run it."""
 
-from loco_fsdp.codec.eager import EncodeStats, ErrorState, decode, encode
+from loco_fsdp.codec.backends import choose_backend, get_backend
+from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockLayout, BlockTable
+from loco_fsdp.codec.ops import decode, decode_encode, encode
 from loco_fsdp.codec.quantized_tensor import GRADIENT_DTYPES, QuantizedTensor, quantize
 
 __all__ = [
@@ -11,7 +13,10 @@ __all__ = [
     "EncodeStats",
     "ErrorState",
     "QuantizedTensor",
+    "choose_backend",
     "decode",
+    "decode_encode",
     "encode",
+    "get_backend",
     "quantize",
 ]

@@ -1,0 +1,145 @@
+"""The codec as operators of torch: `loco_fsdp::encode`, `::decode` and `::decode_encode`.
+
+One operator each, whatever backend runs it, so that profilers and fake tensors see them. The
+functions here take the types of `loco_fsdp.codec.eager`, whose docstrings say what they do, and
+call the operators with plain tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from loco_fsdp.codec.backends import get_backend
+from loco_fsdp.codec.eager import EncodeStats, ErrorState
+from loco_fsdp.codec.layout import BlockLayout, BlockTable
+
+_ENCODE_WRITES = ("wire", "squares", "nonfinite", "payload", "error_scale")
+
+
+def encode(
+    gradient: Tensor,
+    wire: Tensor,
+    table: BlockTable,
+    stats: EncodeStats,
+    error: ErrorState | None = None,
+    beta: float = 0.0,
+    *,
+    backend: str,
+) -> None:
+    """`eager.encode`, run by `backend`."""
+    payload, error_scale = error if error is not None else (None, None)
+    torch.ops.loco_fsdp.encode(
+        gradient, wire, *_flat(table), *stats, payload, error_scale, beta, backend
+    )
+
+
+def decode(
+    wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0, *, backend: str
+) -> None:
+    """`eager.decode`, run by `backend`."""
+    torch.ops.loco_fsdp.decode(wire, output, *_flat(table), factor, backend)
+
+
+def decode_encode(
+    received: Tensor,
+    wire: Tensor,
+    table: BlockTable,
+    stats: EncodeStats,
+    error: ErrorState | None = None,
+    beta: float = 0.0,
+    factor: float = 1.0,
+    *,
+    backend: str,
+) -> None:
+    """`eager.decode_encode`, run by `backend`."""
+    payload, error_scale = error if error is not None else (None, None)
+    torch.ops.loco_fsdp.decode_encode(
+        received, wire, *_flat(table), *stats, payload, error_scale, beta, factor, backend
+    )
+
+
+@torch.library.custom_op("loco_fsdp::encode", mutates_args=_ENCODE_WRITES)
+def _encode(
+    gradient: Tensor,
+    wire: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    numels: Sequence[int],
+    bits: int,
+    block_size: int,
+    squares: Tensor,
+    nonfinite: Tensor,
+    payload: Tensor | None,
+    error_scale: Tensor | None,
+    beta: float,
+    backend: str,
+) -> None:
+    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    error = _error(payload, error_scale)
+    stats = EncodeStats(squares, nonfinite)
+    get_backend(backend).encode(gradient, wire, table, stats, error, beta)
+
+
+@torch.library.custom_op("loco_fsdp::decode", mutates_args=("output",))
+def _decode(
+    wire: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    numels: Sequence[int],
+    bits: int,
+    block_size: int,
+    factor: float,
+    backend: str,
+) -> None:
+    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    get_backend(backend).decode(wire, output, table, factor)
+
+
+@torch.library.custom_op("loco_fsdp::decode_encode", mutates_args=_ENCODE_WRITES)
+def _decode_encode(
+    received: Tensor,
+    wire: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    numels: Sequence[int],
+    bits: int,
+    block_size: int,
+    squares: Tensor,
+    nonfinite: Tensor,
+    payload: Tensor | None,
+    error_scale: Tensor | None,
+    beta: float,
+    factor: float,
+    backend: str,
+) -> None:
+    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    error = _error(payload, error_scale)
+    stats = EncodeStats(squares, nonfinite)
+    get_backend(backend).decode_encode(received, wire, table, stats, error, beta, factor)
+
+
+@_encode.register_fake
+@_decode.register_fake
+@_decode_encode.register_fake
+def _returns_nothing(*args: object) -> None:
+    pass
+
+
+_layout = lru_cache(maxsize=1024)(BlockLayout)  # keeps what a layout has worked out
+
+
+def _flat(table: BlockTable) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int, int]:
+    layout = table.layout
+    return (*table[1:], layout.numels, layout.bits, layout.block_size)
+
+
+def _error(payload: Tensor | None, scale: Tensor | None) -> ErrorState | None:
+    return None if payload is None or scale is None else ErrorState(payload, scale)

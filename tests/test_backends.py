@@ -1,0 +1,126 @@
+"""The operators of torch that run the codec, and the choice of a backend."""
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from loco_fsdp.codec import (
+    BlockLayout,
+    EncodeStats,
+    ErrorState,
+    choose_backend,
+    decode,
+    decode_encode,
+    eager,
+    encode,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAYOUT = BlockLayout((70, 3), bits=4, block_size=32)
+
+
+def tensors(peers: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "gradient": torch.randn(peers, LAYOUT.shard_numel, generator=generator),
+        "wire": torch.zeros(peers, LAYOUT.bytes_per_shard, dtype=torch.uint8),
+        "table": LAYOUT.place(CPU),
+        "stats": EncodeStats(
+            torch.zeros(peers, LAYOUT.num_blocks, 2), torch.zeros(1, dtype=torch.int64)
+        ),
+        "error": ErrorState(
+            torch.zeros(peers, LAYOUT.num_blocks, 32, dtype=torch.float16),
+            torch.zeros(peers, LAYOUT.num_blocks),
+        ),
+    }
+
+
+def test_operators_do_what_eager_does() -> None:
+    ours, theirs = tensors(2), tensors(2)
+    encode(**ours, beta=0.9, backend="eager")
+    eager.encode(**theirs, beta=0.9)
+    for name in ("wire", "stats", "error"):
+        assert all(map(torch.equal, ours[name], theirs[name]))
+    outputs = torch.empty(LAYOUT.shard_numel), torch.empty(LAYOUT.shard_numel)
+    decode(ours["wire"], outputs[0], ours["table"], 0.5, backend="eager")
+    eager.decode(theirs["wire"], outputs[1], theirs["table"], 0.5)
+    assert torch.equal(*outputs)
+    middles = tensors(1), tensors(1)
+    for middle in middles:
+        del middle["gradient"]
+    decode_encode(ours["wire"], **middles[0], beta=0.9, factor=0.5, backend="eager")
+    eager.decode_encode(theirs["wire"], **middles[1], beta=0.9, factor=0.5)
+    for name in ("wire", "stats", "error"):
+        assert all(map(torch.equal, middles[0][name], middles[1][name]))
+
+
+def flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    table = arguments["table"]
+    return (
+        arguments["gradient"],
+        arguments["wire"],
+        *table[1:],
+        list(LAYOUT.numels),
+        LAYOUT.bits,
+        LAYOUT.block_size,
+        *arguments["stats"],
+        *arguments["error"],
+        0.9,
+        "eager",
+    )
+
+
+def test_operators_pass_the_checks_of_torch() -> None:
+    arguments = tensors(2)
+    torch.library.opcheck(torch.ops.loco_fsdp.encode, flat(arguments))
+    wire, table = arguments["wire"], arguments["table"]
+    head = (wire, torch.empty(LAYOUT.shard_numel), *table[1:], list(LAYOUT.numels), 4, 32)
+    torch.library.opcheck(torch.ops.loco_fsdp.decode, (*head, 1.0, "eager"))
+    middle = tensors(1)
+    *rest, beta, backend = flat(middle)[1:]
+    torch.library.opcheck(torch.ops.loco_fsdp.decode_encode, (wire, *rest, beta, 1.0, backend))
+
+
+def test_fake_tensors_go_through() -> None:
+    with FakeTensorMode():
+        arguments = tensors(2)
+        encode(**arguments, beta=0.9, backend="triton")
+        decode(arguments["wire"], torch.empty(73), arguments["table"], backend="triton")
+
+
+def test_auto_picks_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert choose_backend("auto", CPU) == "compiled"
+    assert choose_backend("auto", GPU) == "triton"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choose_backend("auto", CPU) == "compiled"
+    assert choose_backend("auto", GPU) == "eager"
+
+
+def test_a_backend_that_cannot_run_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match='use backend="auto", or set TRITON_INTERPRET=1'):
+        choose_backend("triton", CPU)
+    with pytest.raises(ValueError, match=r'runs on the CPU.*on cuda: use backend="auto"'):
+        choose_backend("compiled", GPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", CPU) == "triton"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        choose_backend("triton", GPU)
+
+
+def test_everything_but_its_kernels_works_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # what import finds if it is not installed
+import torch, loco_fsdp, loco_kernels
+assert loco_fsdp.quantize(torch.ones(4)).dequantize().tolist() == [1.0] * 4
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
