@@ -17,7 +17,7 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units, is_stock
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.stats import Counters, nonfinite_blocks, relative_error
-from loco_fsdp.topology import ranks_per_node
+from loco_fsdp.topology import gather, ranks_per_node
 from loco_fsdp.workspace import Workspace
 
 logger = logging.getLogger("loco_fsdp")
@@ -59,17 +59,14 @@ class LoCo:
 
     def __init__(self, planned: list[_Planned], node_size: int) -> None:
         workspace = Workspace()
-        self._workspace = workspace
         self._attached = True
-        self._planned = planned
-        self._comms = {
-            id(plan): LoCoReduceScatter(
+        self._comms = [
+            LoCoReduceScatter(
                 plan.unit, plan.config, workspace, node_size, plan.backend, plan.bypass_reason
             )
             for plan in planned
-            if plan.unit.customizable
-        }
-        for comm in self._comms.values():
+        ]
+        for comm in self._comms:
             comm.install()
         if dist.get_rank() == 0:
             logger.info("%s", self.summary())
@@ -77,19 +74,16 @@ class LoCo:
     @property
     def units(self) -> list[UnitInfo]:
         """The FSDP units of the model, in the order of `named_modules`."""
-        infos = []
-        for plan in self._planned:
-            comm = self._comms.get(id(plan))
-            infos.append(
-                UnitInfo(
-                    plan.unit.name,
-                    plan.unit.numel,
-                    plan.config.bits if plan.bypass_reason is None else None,
-                    comm.error.nbytes if comm else 0,
-                    plan.bypass_reason,
-                )
+        return [
+            UnitInfo(
+                comm.unit.name,
+                comm.unit.numel,
+                comm.config.bits if comm.bypass_reason is None else None,
+                comm.error.nbytes,
+                comm.bypass_reason,
             )
-        return infos
+            for comm in self._comms
+        ]
 
     def summary(self) -> str:
         """A table of the units; logged once on rank 0, to the logger "loco_fsdp" at INFO."""
@@ -123,52 +117,50 @@ class LoCo:
         `reductions`, `bypassed_reductions`: compressed ones, and those by stock FSDP2;
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart.
         """
-        comms = list(self._comms.values())
         total = Counters()
-        for comm in comms:
+        for comm in self._comms:
             total += comm.counters
-        encode_stats = [comm.encode_stats for comm in comms]
+        encode_stats = [comm.encode_stats for comm in self._comms]
         return {
             **{name: float(value) for name, value in vars(total).items()},
             "compression_ratio": total.baseline_bytes / total.wire_bytes
             if total.wire_bytes
             else 1.0,
             "relative_error": relative_error(encode_stats),
-            "error_norm": math.hypot(*(comm.error.norm().item() for comm in comms)),
+            "error_norm": math.hypot(*(comm.error.norm().item() for comm in self._comms)),
             "nonfinite_blocks": float(nonfinite_blocks(encode_stats)),
         }
 
     def reset_error(self) -> None:
         """Set the error of all units to 0. Call it on all ranks, between two steps."""
-        for comm in self._comms.values():
+        for comm in self._comms:
             comm.error.reset()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Reduce in full precision, as stock FSDP2, while this is open. Enter it on all ranks."""
-        for comm in self._comms.values():
+        for comm in self._comms:
             comm.paused = True
             comm.choose_scaling()
         try:
             yield
         finally:
-            for comm in self._comms.values():
+            for comm in self._comms:
                 comm.paused = False
                 if self._attached:
                     comm.choose_scaling()
 
     def detach(self) -> None:
-        """Give the model back to stock FSDP2 and free all buffers.
+        """Give the model back to stock FSDP2 and free the buffers; what was counted stays.
 
         Raises:
             RuntimeError: it is detached already.
         """
         if not self._attached:
             raise RuntimeError("this LoCo is detached already: attach(model) makes a new one")
-        for comm in self._comms.values():
+        for comm in self._comms:
             comm.remove()
         self._attached = False
-        self._comms = {}
 
 
 def attach(
@@ -244,7 +236,7 @@ def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> _Planned
     if config.topology == "hierarchical":
         raise NotImplementedError('topology="hierarchical" is not built yet: use "flat" or "auto"')
     backend = choose_backend(config.backend, unit.device)
-    if unit.customizable and not is_stock(unit.reduce_scatter):
+    if not is_stock(unit.reduce_scatter):
         raise ValueError(
             f"FSDP unit {unit.name!r} has a reduce-scatter of its own, "
             f"{type(unit.reduce_scatter).__name__}, which LoCo would replace: do not set it"
@@ -254,8 +246,6 @@ def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> _Planned
 
 def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool) -> str | None:
     """Why stock FSDP2 has to reduce this unit; equal on all ranks."""
-    if unit.num_groups > 1:
-        return f"{unit.num_groups} parameter groups: FSDP2 allows a custom reduce-scatter for one"
     if unit.world_size == 1:
         return "shard group of one rank: nothing to send"
     if not selected:
@@ -283,10 +273,7 @@ def _agree(units: list[FSDPUnit], planned: list[_Planned], error: Exception | No
     # All ranks go through the groups in the same order, and pass on what they have learned.
     groups = [group for unit in units for group in unit.process_groups if group.size() > 1]
     for group in dict.fromkeys(groups):
-        ranks = dist.get_process_group_ranks(group)
-        theirs: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(theirs, mine, group=group)
-        problem = _first_difference(ranks, theirs)
+        problem = _first_difference(gather(mine, group))
         if mine[0] == "plan" and problem is not None:
             mine = ("error", problem)
     if error is not None:
@@ -295,24 +282,24 @@ def _agree(units: list[FSDPUnit], planned: list[_Planned], error: Exception | No
         raise ValueError(f"attach did nothing: {mine[1]}")
 
 
-def _first_difference(ranks: list[int], plans: list[tuple[str, Any]]) -> str | None:
+def _first_difference(plans: list[tuple[int, Any]]) -> str | None:
     """What is wrong with the plans of these ranks, or None."""
-    for rank, (kind, content) in zip(ranks, plans, strict=True):
+    for rank, (kind, content) in plans:
         if kind == "error":
             return f"rank {rank} raised {content}"
-    first = plans[0][1]
-    for rank, (_, plan) in zip(ranks, plans, strict=True):
+    first_rank, (_, first) = plans[0]
+    for rank, (_, plan) in plans:
         if plan == first:
             continue
         if [row[:2] for row in plan] != [row[:2] for row in first]:
-            return f"ranks {ranks[0]} and {rank} do not have the same FSDP units"
+            return f"ranks {first_rank} and {rank} do not have the same FSDP units"
         for a, b in zip(first, plan, strict=True):
             fields = [f"{k}={a[2][k]!r} and {b[2][k]!r}" for k in a[2] if a[2][k] != b[2][k]]
             if a[3] != b[3]:
                 fields.append(f"bypassed={a[3]!r} and {b[3]!r}")
             if fields:
                 return (
-                    f"ranks {ranks[0]} and {rank} differ in FSDP unit {a[0]!r}: "
+                    f"ranks {first_rank} and {rank} differ in FSDP unit {a[0]!r}: "
                     f"{', '.join(fields)}. Give all ranks the same configuration"
                 )
     return None

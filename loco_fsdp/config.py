@@ -61,6 +61,10 @@ class LoCoConfig:
     backend: Backend = "auto"
     """What runs the codec; "auto" picks by device."""
 
+    check_ranks: bool = False
+    """Compare, before each reduction, what all ranks are about to send: slow, for finding out why
+    gradients are wrong or a run hangs."""
+
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
@@ -69,8 +73,9 @@ class LoCoConfig:
                 self._refuse(name, f"one of {', '.join(map(repr, allowed))}")
         if type(self.beta) not in (float, int) or not 0 <= self.beta < 1:
             self._refuse("beta", "a number with 0 <= beta < 1")
-        if type(self.error_feedback) is not bool:
-            self._refuse("error_feedback", "True or False")
+        for name in ("error_feedback", "check_ranks"):
+            if type(getattr(self, name)) is not bool:
+                self._refuse(name, "True or False")
         self._check_integer("reset_interval", minimum=1, optional=True)
         self._check_integer("node_size", minimum=1, optional=True)
         self._check_integer("warmup_steps", minimum=0)

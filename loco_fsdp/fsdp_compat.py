@@ -4,11 +4,12 @@ Read in torch 2.9 and 2.13, tested with 2.13. Public names are used elsewhere di
 is private here, and why:
 
 - `FSDPModule._get_fsdp_state()`, `._fsdp_param_group(s)`: `fully_shard([a, b])` makes two modules
-  share one parameter group, and a module without parameters has none; nothing public tells.
+  share one parameter group, a module without parameters has none, and one with parameters on
+  several meshes has several; nothing public tells.
 - `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
   this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
 - `FSDPParamGroup._reduce_scatter_comm`, `.force_sum_reduction_for_comms`: to put back what was
-  there; `DefaultReduceScatter`: to leave the custom reduce-scatter of somebody else alone.
+  there. `FSDPModule.set_custom_reduce_scatter` sets the former, but for one group of a module only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 
 class ReduceScatter(Protocol):
@@ -41,10 +41,11 @@ class ReduceScatter(Protocol):
 
 
 class FSDPUnit:
-    """What one `fully_shard` call shards and reduces together.
+    """What FSDP2 shards and reduces together: one parameter group of one `fully_shard` call.
 
     Attributes:
-        name: names of its modules, from the module that was searched, joined by commas.
+        name: names of its modules, from the module that was searched, joined by commas; with the
+            number of the group where they have several.
         parameter_names: names of its parameters, in the order in which they are packed.
         shard_numels: elements of each parameter in one rank's part of the flat gradient, with the
             padding of dim 0.
@@ -52,18 +53,19 @@ class FSDPUnit:
             between `watch` and `unwatch`.
     """
 
-    def __init__(self, name: str, modules: tuple[FSDPModule, ...], names: dict[nn.Module, str]):
-        groups = _param_groups(modules[0])
+    def __init__(
+        self, name: str, modules: tuple[FSDPModule, ...], group: Any, names: dict[nn.Module, str]
+    ) -> None:
         self.name = name
         self.modules = modules
-        self.num_groups = len(groups)
-        self._group = groups[0]
-        params = [param for group in groups for param in group.fsdp_params]
+        self._group = group
         self.parameter_names = tuple(
             _join(names[param._module_info.module], param._module_info.param_name)
-            for param in params
+            for param in group.fsdp_params
         )
-        self.shard_numels = tuple(param.padded_sharded_param_size.numel() for param in params)
+        self.shard_numels = tuple(
+            param.padded_sharded_param_size.numel() for param in group.fsdp_params
+        )
         self.active: tuple[int, ...] = ()
 
     @property
@@ -75,11 +77,6 @@ class FSDPUnit:
     def world_size(self) -> int:
         """Ranks of the shard group; 1 where nothing is sharded."""
         return int(getattr(self._group.mesh_info, "shard_mesh_size", 1))
-
-    @property
-    def customizable(self) -> bool:
-        """Whether FSDP2 takes a custom reduce-scatter for this unit, and calls it."""
-        return self.num_groups == 1 and self.world_size > 1
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -112,7 +109,7 @@ class FSDPUnit:
 
     @force_sum.setter
     def force_sum(self, enable: bool) -> None:
-        self.modules[0].set_force_sum_reduction_for_comms(enable)
+        self._group.force_sum_reduction_for_comms = enable
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
@@ -122,7 +119,7 @@ class FSDPUnit:
 
     @reduce_scatter.setter
     def reduce_scatter(self, comm: ReduceScatter) -> None:
-        self.modules[0].set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+        self._group._reduce_scatter_comm = comm
 
     def watch(self) -> None:
         """Keep `active` up to date from now on."""
@@ -152,11 +149,12 @@ def fsdp_units(module: nn.Module) -> Iterator[FSDPUnit]:
         if isinstance(submodule, FSDPModule) and _param_groups(submodule):
             by_state.setdefault(id(submodule._get_fsdp_state()), []).append((name, submodule))
     for members in by_state.values():
-        yield FSDPUnit(
-            ", ".join(name or "(root)" for name, _ in members),
-            tuple(submodule for _, submodule in members),
-            names,
-        )
+        name = ", ".join(name or "(root)" for name, _ in members)
+        modules = tuple(submodule for _, submodule in members)
+        groups = _param_groups(modules[0])
+        for index, group in enumerate(groups):
+            suffix = f" [{index}]" if len(groups) > 1 else ""
+            yield FSDPUnit(name + suffix, modules, group, names)
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -184,5 +182,5 @@ def _join(module_name: str, parameter_name: str) -> str:
 
 
 def is_stock(comm: ReduceScatter) -> bool:
-    """Whether this is the reduce-scatter that FSDP2 itself uses by default."""
-    return type(comm) is DefaultReduceScatter
+    """Whether this is one of the reduce-scatters of FSDP2 itself."""
+    return type(comm).__module__.startswith("torch.distributed.fsdp.")

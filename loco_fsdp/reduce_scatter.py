@@ -15,7 +15,7 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.error_feedback import ErrorBuffer
 from loco_fsdp.fsdp_compat import FSDPUnit
 from loco_fsdp.stats import Counters
-from loco_fsdp.topology import remote_peers
+from loco_fsdp.topology import gather, remote_peers
 from loco_fsdp.workspace import Workspace
 
 # Sets of parameters with a gradient whose blocks are kept; a mixture of experts has many.
@@ -76,6 +76,7 @@ class LoCoReduceScatter:
         self.unit.force_sum = self._stock_force_sum
         self.unit.unwatch()
         self.unit.reduce_scatter = self._stock
+        self.error.state = None
 
     @property
     def bypassed(self) -> bool:
@@ -109,9 +110,12 @@ class LoCoReduceScatter:
 
         Raises:
             ValueError: `op` is not SUM, `async_op` is set, or the sizes do not fit the group.
+            RuntimeError: with `check_ranks`, the ranks do not reduce the same.
             TypeError: the gradient has a dtype that the codec does not take.
         """
         world_size = group.size()
+        if self.config.check_ranks:
+            self._check_ranks(input_tensor, group)
         baseline_bytes = input_tensor.nbytes // world_size * (world_size - 1)
         if self.bypassed:
             work = self._stock(output_tensor, input_tensor, group, op, async_op)
@@ -126,6 +130,24 @@ class LoCoReduceScatter:
             work = None
         self.choose_scaling()
         return work
+
+    def _check_ranks(self, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise on all ranks if they are about to reduce different things."""
+        mine = {
+            "FSDP unit": self.unit.name,
+            "parameters": [self.unit.parameter_names[index] for index in self.unit.active],
+            "elements": input_tensor.numel(),
+            "dtype": str(input_tensor.dtype),
+            "compressed": not self.bypassed,
+        }
+        (first_rank, first), *others = gather(mine, group)
+        for rank, other in others:
+            if other != first:
+                raise RuntimeError(
+                    f"rank {first_rank} is about to reduce {first}, but rank {rank} {other}. If "
+                    "they use different parameters in a step, let them reduce all of them by "
+                    "set_reduce_scatter_unused_params(True) (torch 2.13)"
+                )
 
     def _check(
         self, output_tensor: Tensor, input_tensor: Tensor, world_size: int, op: Any, async_op: bool

@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
 from ranks import RankPool
 
 # Machines that run tests are slow and noisy; a deadline would test them.

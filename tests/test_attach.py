@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, raised
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from toy import Given, backward, cpu_mesh, reduced
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from ranks import RankPool, raised
+from toy import Given, cpu_mesh, reduced
 
 Ranks = Callable[[int], RankPool]
 
@@ -133,17 +133,16 @@ def test_select_chooses_and_summary_tells(ranks: Ranks) -> None:
 
 def alone(mesh_shape: tuple[int, ...]) -> tuple[bool, list[str | None], int, float]:
     """Shard groups of one rank."""
-    gradients = []
-    for with_loco in (True, False):
-        torch.manual_seed(dist.get_rank())
-        model = nn.Sequential(nn.Linear(8, 8))
-        mesh = cpu_mesh(*mesh_shape)
-        fully_shard(model, mesh=mesh)
+    models = [nn.Sequential(nn.Linear(8, 8)) for _ in range(2)]
+    for model in models:
+        fully_shard(model, mesh=cpu_mesh(*mesh_shape))
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        loco = attach(model) if with_loco else loco
-        model(torch.randn(4, 8)).sum().backward()
-        gradients.append(reduced(model[0].weight))
+    loco = attach(models[0])
+    x = torch.randn(4, 8)
+    for model in models:
+        model(x).sum().backward()
+    gradients = [reduced(model[0].weight) for model in models]
     units = loco.units
     return (
         torch.equal(*gradients),

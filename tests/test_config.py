@@ -28,6 +28,7 @@ WRONG = [
     ("node_size", 0),
     ("min_numel", -5),
     ("backend", "cuda"),
+    ("check_ranks", "yes"),
 ]
 
 
@@ -51,6 +52,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "node_size": None,
         "min_numel": 0,
         "backend": "auto",
+        "check_ranks": False,
     }
 
 

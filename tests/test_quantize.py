@@ -3,12 +3,12 @@
 import math
 
 import hypothesis.strategies as st
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
+import oracle
 from loco_fsdp import quantize
 from loco_fsdp.codec import BlockLayout
 from loco_fsdp.codec.eager import SMALLEST_NORMAL, pack, unpack
@@ -172,7 +172,7 @@ def test_wrong_arguments_are_named() -> None:
         quantize(torch.zeros(4), bits=5)
     with pytest.raises(ValueError, match="block_size=48"):
         quantize(torch.zeros(4), block_size=48)
-    with pytest.raises(TypeError, match="not torch.float64"):
+    with pytest.raises(TypeError, match=r"not torch\.float64"):
         quantize(torch.zeros(4, dtype=torch.float64))
 
 

@@ -4,17 +4,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toy import Given, backward, cpu_mesh, reduced
 
+import oracle
 from loco_fsdp import LoCoConfig, attach
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from ranks import RankPool
+from toy import Given, backward, cpu_mesh, reduced
 
 Ranks = Callable[[int], RankPool]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
