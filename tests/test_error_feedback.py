@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, decode, encode
-from loco_fsdp.codec.eager import load_error, store_error
+from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState
+from loco_fsdp.codec.eager import decode, encode, load_error, store_error
 from loco_fsdp.error_feedback import ErrorBuffer
 
 CPU = torch.device("cpu")
