@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import nn
 
-from loco_fsdp.codec import GRADIENT_DTYPES, choose_backend
+from loco_fsdp.agreement import Select, agreed_plans
+from loco_fsdp.all_reduce import LoCoAllReduce
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units, is_stock
+from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
-from loco_fsdp.stats import Counters, nonfinite_blocks, relative_error
-from loco_fsdp.topology import gather, ranks_per_node
+from loco_fsdp.reducer import Reducer
+from loco_fsdp.stats import Counters
+from loco_fsdp.topology import HopCache, ranks_per_node
 from loco_fsdp.workspace import Workspace
 
 logger = logging.getLogger("loco_fsdp")
-
-Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,14 @@ class UnitInfo:
     bypass_reason: str | None
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What is to be attached to one FSDP unit."""
-
-    unit: FSDPUnit
-    config: LoCoConfig
-    backend: str
-    bypass_reason: str | None
-
-
 class LoCo:
     """What is attached to a model. Made by `attach` and by `LoCoFSDP`, not by hand."""
 
-    def __init__(self, planned: list[_Planned], node_size: int) -> None:
-        workspace = Workspace()
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        self._reducers = reducers
         self._attached = True
-        self._comms = [
-            LoCoReduceScatter(
-                plan.unit, plan.config, workspace, node_size, plan.backend, plan.bypass_reason
-            )
-            for plan in planned
-        ]
-        for comm in self._comms:
-            comm.install()
+        for reducer in reducers:
+            reducer.install()
         if dist.get_rank() == 0:
             logger.info("%s", self.summary())
 
@@ -76,13 +59,13 @@ class LoCo:
         """The FSDP units of the model, in the order of `named_modules`."""
         return [
             UnitInfo(
-                comm.unit.name,
-                comm.unit.numel,
-                comm.config.bits if comm.bypass_reason is None else None,
-                comm.error.nbytes,
-                comm.bypass_reason,
+                reducer.unit.name,
+                reducer.unit.numel,
+                reducer.config.bits if reducer.bypass_reason is None else None,
+                reducer.error_bytes,
+                reducer.bypass_reason,
             )
-            for comm in self._comms
+            for reducer in self._reducers
         ]
 
     def summary(self) -> str:
@@ -101,7 +84,13 @@ class LoCo:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join(["LoCo on:", *lines])
+        notes = []
+        if any(r.unit.replicas > 1 and not isinstance(r, LoCoAllReduce) for r in self._reducers):
+            notes = [
+                "The all-reduce over replicas stays in full precision: shard the model with "
+                "LoCoFSDP(model, mesh=mesh) to reduce over replicas in low bits instead"
+            ]
+        return "\n".join(["LoCo on:", *lines, *notes])
 
     def stats(self) -> dict[str, float]:
         """What was sent so far, over all units of this rank. Waits for the device.
@@ -118,37 +107,38 @@ class LoCo:
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart.
         """
         total = Counters()
-        for comm in self._comms:
-            total += comm.counters
-        encode_stats = [comm.encode_stats for comm in self._comms]
+        for reducer in self._reducers:
+            total += reducer.counters
+        hops = [hop for reducer in self._reducers for hop in reducer.hops]
+        wanted, unsent = (sum(sums) for sums in zip(*(hop.measured() for hop in hops), strict=True))
         return {
             **{name: float(value) for name, value in vars(total).items()},
             "compression_ratio": total.baseline_bytes / total.wire_bytes
             if total.wire_bytes
             else 1.0,
-            "relative_error": relative_error(encode_stats),
-            "error_norm": math.hypot(*(comm.error.norm().item() for comm in self._comms)),
-            "nonfinite_blocks": float(nonfinite_blocks(encode_stats)),
+            "relative_error": (unsent / wanted) ** 0.5 if wanted > 0 else 0.0,
+            "error_norm": math.hypot(*(hop.error.norm().item() for hop in hops)),
+            "nonfinite_blocks": float(sum(hop.nonfinite_blocks() for hop in hops)),
         }
 
     def reset_error(self) -> None:
         """Set the error of all units to 0. Call it on all ranks, between two steps."""
-        for comm in self._comms:
-            comm.error.reset()
+        for reducer in self._reducers:
+            reducer.reset_error()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Reduce in full precision, as stock FSDP2, while this is open. Enter it on all ranks."""
-        for comm in self._comms:
-            comm.paused = True
-            comm.choose_scaling()
+        for reducer in self._reducers:
+            reducer.paused = True
+            reducer.choose_scaling()
         try:
             yield
         finally:
-            for comm in self._comms:
-                comm.paused = False
+            for reducer in self._reducers:
+                reducer.paused = False
                 if self._attached:
-                    comm.choose_scaling()
+                    reducer.choose_scaling()
 
     def detach(self) -> None:
         """Give the model back to stock FSDP2 and free the buffers; what was counted stays.
@@ -158,8 +148,8 @@ class LoCo:
         """
         if not self._attached:
             raise RuntimeError("this LoCo is detached already: attach(model) makes a new one")
-        for comm in self._comms:
-            comm.remove()
+        for reducer in self._reducers:
+            reducer.remove()
         self._attached = False
 
 
@@ -188,6 +178,16 @@ def attach(
         TypeError: `config` is no `LoCoConfig`, or `select` returned something else than it may.
         NotImplementedError: `config` asks for something that is not built yet.
     """
+    return attach_to(module, config, select, replicas=None)
+
+
+def attach_to(
+    module: nn.Module,
+    config: LoCoConfig | None,
+    select: Select | None,
+    replicas: dist.ProcessGroup | None,
+) -> LoCo:
+    """`attach`; with `replicas`, to the all-reduce over them instead of to the reduce-scatter."""
     if not dist.is_initialized():
         raise ValueError("attach needs torch.distributed: call init_process_group first")
     units = list(fsdp_units(module))
@@ -196,110 +196,35 @@ def attach(
             f"attach found no FSDP unit in {type(module).__name__}: apply "
             "torch.distributed.fsdp.fully_shard first, or use LoCoFSDP, which does both"
         )
-    # An error of one rank alone must not leave the others waiting in a collective: first all ranks
-    # tell each other what they are about to do, and what is wrong.
-    error: Exception | None = None
-    planned: list[_Planned] = []
-    try:
-        planned = [_plan(unit, _checked(config), select) for unit in units]
-    except Exception as raised:
-        error = raised
-    _agree(units, planned, error)
-    return LoCo(planned, ranks_per_node(planned[0].config.node_size))
-
-
-def _checked(config: LoCoConfig | None) -> LoCoConfig:
-    if config is None:
-        return LoCoConfig()
-    if not isinstance(config, LoCoConfig):
-        raise TypeError(f"config={config!r}: it must be a LoCoConfig or None")
-    return config
-
-
-def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> _Planned:
-    """What to do with one FSDP unit.
-
-    Raises what `attach` raises.
-    """
-    if isinstance(unit.reduce_scatter, LoCoReduceScatter):
-        raise ValueError(
-            f"FSDP unit {unit.name!r} has LoCo attached already: call detach() on that LoCo first"
-        )
-    choice = select(unit.name, cast(nn.Module, unit.modules[0])) if select is not None else True
-    if isinstance(choice, LoCoConfig):
-        config = choice
-    elif not isinstance(choice, bool):
-        raise TypeError(
-            f"select({unit.name!r}, ...) returned {choice!r}: "
-            "it must be True, False or a LoCoConfig"
-        )
-    if config.topology == "hierarchical":
-        raise NotImplementedError('topology="hierarchical" is not built yet: use "flat" or "auto"')
-    backend = choose_backend(config.backend, unit.device)
-    if not is_stock(unit.reduce_scatter):
-        raise ValueError(
-            f"FSDP unit {unit.name!r} has a reduce-scatter of its own, "
-            f"{type(unit.reduce_scatter).__name__}, which LoCo would replace: do not set it"
-        )
-    return _Planned(unit, config, backend, _bypass_reason(unit, config, bool(choice)))
-
-
-def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool) -> str | None:
-    """Why stock FSDP2 has to reduce this unit; equal on all ranks."""
-    if unit.world_size == 1:
-        return "shard group of one rank: nothing to send"
-    if not selected:
-        return "not selected"
-    if unit.numel < config.min_numel:
-        return f"fewer than min_numel={config.min_numel} elements"
-    if unit.reduce_dtype not in GRADIENT_DTYPES:
-        return f"gradients are reduced in {unit.reduce_dtype}"
-    return None
-
-
-def _agree(units: list[FSDPUnit], planned: list[_Planned], error: Exception | None) -> None:
-    """Raise on all ranks of every shard group if one of them has an error or another plan."""
-    mine: tuple[Literal["error", "plan"], Any]
-    if error is not None:
-        mine = ("error", f"{type(error).__name__}: {error}")
-    else:
-        mine = (
-            "plan",
-            [
-                (plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason)
-                for plan in planned
-            ],
-        )
-    # All ranks go through the groups in the same order, and pass on what they have learned.
-    groups = [group for unit in units for group in unit.process_groups if group.size() > 1]
-    for group in dict.fromkeys(groups):
-        problem = _first_difference(gather(mine, group))
-        if mine[0] == "plan" and problem is not None:
-            mine = ("error", problem)
-    if error is not None:
-        raise error
-    if mine[0] == "error":
-        raise ValueError(f"attach did nothing: {mine[1]}")
-
-
-def _first_difference(plans: list[tuple[int, Any]]) -> str | None:
-    """What is wrong with the plans of these ranks, or None."""
-    for rank, (kind, content) in plans:
-        if kind == "error":
-            return f"rank {rank} raised {content}"
-    first_rank, (_, first) = plans[0]
-    for rank, (_, plan) in plans:
-        if plan == first:
-            continue
-        if [row[:2] for row in plan] != [row[:2] for row in first]:
-            return f"ranks {first_rank} and {rank} do not have the same FSDP units"
-        for a, b in zip(first, plan, strict=True):
-            fields = [f"{k}={a[2][k]!r} and {b[2][k]!r}" for k in a[2] if a[2][k] != b[2][k]]
-            if a[3] != b[3]:
-                fields.append(f"bypassed={a[3]!r} and {b[3]!r}")
-            if fields:
-                return (
-                    f"ranks {first_rank} and {rank} differ in FSDP unit {a[0]!r}: "
-                    f"{', '.join(fields)}. Give all ranks the same configuration"
+    plans = agreed_plans(units, config, select, replicas)
+    workspace, hop_groups = Workspace(), HopCache()
+    reducers: list[Reducer] = []
+    for plan in plans:
+        node_size = ranks_per_node(plan.config.node_size)
+        if replicas is not None:
+            reducers.append(
+                LoCoAllReduce(
+                    plan.unit,
+                    plan.config,
+                    plan.bypass_reason,
+                    group=replicas,
+                    backend=plan.backend,
+                    node_size=node_size,
+                    workspace=workspace,
                 )
-    return None
+            )
+            continue
+        bypassed = plan.bypass_reason is not None
+        groups = None if bypassed else hop_groups.hops(plan.unit.process_groups[0], plan.config)
+        reducers.append(
+            LoCoReduceScatter(
+                plan.unit,
+                plan.config,
+                plan.bypass_reason,
+                backend=plan.backend,
+                groups=groups,
+                node_size=node_size,
+                workspace=workspace,
+            )
+        )
+    return LoCo(reducers)

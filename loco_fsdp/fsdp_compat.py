@@ -8,13 +8,18 @@ is private here, and why:
   several meshes has several; nothing public tells.
 - `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
   this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
-- `FSDPParamGroup._reduce_scatter_comm`, `.force_sum_reduction_for_comms`: to put back what was
-  there. `FSDPModule.set_custom_reduce_scatter` sets the former, but for one group of a module only.
+- `FSDPParamGroup._reduce_scatter_comm`, `._all_reduce_hook`, `.force_sum_reduction_for_comms`: to
+put
+  back what was there. The setters of `FSDPModule` set them for one group of a module only.
+- `FSDPParamGroup.all_reduce_grads`, `.gradient_divide_factor`: what the user has set, which an
+  all-reduce hook has to follow.
+- `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +84,11 @@ class FSDPUnit:
         return int(getattr(self._group.mesh_info, "shard_mesh_size", 1))
 
     @property
+    def replicas(self) -> int:
+        """Replicas that FSDP2 itself reduces over; 1 unless its mesh is 2-D."""
+        return int(getattr(self._group.mesh_info, "replicate_mesh_size", 1))
+
+    @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The shard group and, if the mesh is 2-D, the group of replicas."""
         mesh_info = self._group.mesh_info
@@ -120,6 +130,27 @@ class FSDPUnit:
     @reduce_scatter.setter
     def reduce_scatter(self, comm: ReduceScatter) -> None:
         self._group._reduce_scatter_comm = comm
+
+    @property
+    def all_reduce_hook(self) -> Callable[[Tensor], None] | None:
+        """What FSDP2 calls with the unit's reduced shard."""
+        hook: Callable[[Tensor], None] | None = self._group._all_reduce_hook
+        return hook
+
+    @all_reduce_hook.setter
+    def all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
+        self._group._all_reduce_hook = hook
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        """False while gradients are accumulated before the all-reduce over replicas."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """What the user lets FSDP2 divide by; None: by the number of ranks."""
+        factor: float | None = self._group.gradient_divide_factor
+        return factor
 
     def watch(self) -> None:
         """Keep `active` up to date from now on."""
@@ -184,3 +215,24 @@ def _join(module_name: str, parameter_name: str) -> str:
 def is_stock(comm: ReduceScatter) -> bool:
     """Whether this is one of the reduce-scatters of FSDP2 itself."""
     return type(comm).__module__.startswith("torch.distributed.fsdp.")
+
+
+# torch 2.13 renames them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather of equal parts into one tensor."""
+    _all_gather(output_tensor, input_tensor, group=group)
+
+
+def reduce_scatters(
+    output_tensors: list[Tensor], input_tensors: list[Tensor], group: dist.ProcessGroup
+) -> None:
+    """Sum-reduce-scatter of each input into its output, in one launch where the backend can."""
+    with ExitStack() as stack:
+        if dist.get_backend(group) == "nccl":
+            stack.enter_context(dist._coalescing_manager(group))  # type: ignore[attr-defined]
+        for output_tensor, input_tensor in zip(output_tensors, input_tensors, strict=True):
+            _reduce_scatter(output_tensor, input_tensor, group=group)

@@ -7,62 +7,63 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 
-from loco_fsdp.codec import BlockLayout, BlockTable, EncodeStats, decode, encode
+from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.error_feedback import ErrorBuffer
-from loco_fsdp.fsdp_compat import FSDPUnit
-from loco_fsdp.stats import Counters
-from loco_fsdp.topology import gather, remote_peers
+from loco_fsdp.fsdp_compat import FSDPUnit, reduce_scatters
+from loco_fsdp.hop import Hop
+from loco_fsdp.reducer import Reducer
+from loco_fsdp.topology import Hops, remote_peers
 from loco_fsdp.workspace import Workspace
 
 # Sets of parameters with a gradient whose blocks are kept; a mixture of experts has many.
 _MAX_TABLES = 64
 
 
-class LoCoReduceScatter:
-    """The `ReduceScatter` of one FSDP unit over a flat all-to-all.
+class LoCoReduceScatter(Reducer):
+    """The `ReduceScatter` of one FSDP unit.
+
+    Flat, over the shard group:
 
     1. Encode: add the error to the gradient, quantize and pack it for every rank of the group, and
        update the error.
     2. `all_to_all_single` of the packed bytes: each rank gets what all ranks sent for its shard.
     3. Decode: sum the shard over all ranks in float32, in the order of ranks, and cast it.
 
+    Hierarchical, where `groups` are given: first a reduce-scatter inside the node in the dtype of
+    the gradient, one for each node that the result is for; then the three steps with the node's sum
+    instead of the gradient, between ranks at the same place in their nodes.
+
     FSDP2 calls `allocate` for `input_tensor` `[world_size * shard]` on the compute stream and for
     `output_tensor` `[shard]` on the reduce-scatter stream, then this object on the latter. The
     object owns the error buffer, made and used on that stream.
 
-    While `bypassed` is set, and during `warmup_steps`, stock FSDP2 reduces: the result is bitwise
-    its own.
+    While `bypassed` is set stock FSDP2 reduces: the result is bitwise its own.
     """
 
     def __init__(
         self,
         unit: FSDPUnit,
         config: LoCoConfig,
-        workspace: Workspace,
-        node_size: int,
+        bypass_reason: str | None,
+        *,
         backend: str,
-        bypass_reason: str | None = None,
+        groups: Hops | None,
+        node_size: int,
+        workspace: Workspace,
     ) -> None:
-        self.unit = unit
-        self.config = config
-        self.bypass_reason = bypass_reason
-        self.paused = False
-        self.counters = Counters()
-        self.error = ErrorBuffer(
-            unit.world_size, config.block_size, getattr(torch, config.error_dtype)
-        )
-        self.encode_stats: EncodeStats | None = None
-        self._squares: Tensor | None = None
-        self._nonfinite: Tensor | None = None
+        super().__init__(unit, config, bypass_reason)
+        self._groups = groups
+        peers = unit.world_size if groups is None else groups.inter.size()
+        self._hop = Hop(peers, config, backend)
+        self.hops = [self._hop]
+        self._node_size = node_size
+        self._workspace = workspace
         self._stock = unit.reduce_scatter
         self._stock_force_sum = unit.force_sum
-        self._workspace = workspace
-        self._node_size = node_size
-        self._backend = backend
         self._table = lru_cache(_MAX_TABLES)(self._make_table)
 
     def install(self) -> None:
@@ -72,21 +73,11 @@ class LoCoReduceScatter:
         self.choose_scaling()
 
     def remove(self) -> None:
-        """Put back what was there before `install`."""
+        """Put back what was there before `install`, and free the error buffer."""
         self.unit.force_sum = self._stock_force_sum
         self.unit.unwatch()
         self.unit.reduce_scatter = self._stock
-        self.error.state = None
-
-    @property
-    def bypassed(self) -> bool:
-        """Whether stock FSDP2 does the next reduction."""
-        counters = self.counters
-        return (
-            self.bypass_reason is not None
-            or self.paused
-            or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
-        )
+        self._hop.error.state = None
 
     def choose_scaling(self) -> None:
         """Let FSDP2 divide, and only sum here; its own way where its own reduce-scatter runs."""
@@ -110,13 +101,13 @@ class LoCoReduceScatter:
 
         Raises:
             ValueError: `op` is not SUM, `async_op` is set, or the sizes do not fit the group.
-            RuntimeError: with `check_ranks`, the ranks do not reduce the same.
             TypeError: the gradient has a dtype that the codec does not take.
+            RuntimeError: with `check_ranks`, the ranks do not reduce the same.
         """
+        self.check_ranks(input_tensor, group)
         world_size = group.size()
-        if self.config.check_ranks:
-            self._check_ranks(input_tensor, group)
         baseline_bytes = input_tensor.nbytes // world_size * (world_size - 1)
+        work = None
         if self.bypassed:
             work = self._stock(output_tensor, input_tensor, group, op, async_op)
             next_rank = dist.get_process_group_ranks(group)[(group.rank() + 1) % world_size]
@@ -124,30 +115,19 @@ class LoCoReduceScatter:
             self.counters.add_bypassed(baseline_bytes, leaves_node)
         else:
             self._check(output_tensor, input_tensor, world_size, op, async_op)
-            wire_bytes = self._reduce(output_tensor, input_tensor, group)
-            remote_bytes = wire_bytes * remote_peers(group, self._node_size)
-            self.counters.add(wire_bytes * (world_size - 1), remote_bytes, baseline_bytes)
-            work = None
+            rows = input_tensor.view(world_size, -1)
+            if self._groups is None:
+                wire_bytes = self._exchange(rows, output_tensor, group)
+                sent, sent_to_nodes = world_size - 1, remote_peers(group, self._node_size)
+                self.counters.add(wire_bytes * sent, wire_bytes * sent_to_nodes, baseline_bytes)
+            else:
+                intra, inter = self._groups.intra, self._groups.inter
+                node_sum = self._reduce_inside_node(rows, intra)
+                wire_bytes = self._exchange(node_sum, output_tensor, inter) * (inter.size() - 1)
+                intra_bytes = node_sum.nbytes * (intra.size() - 1)
+                self.counters.add(wire_bytes + intra_bytes, wire_bytes, baseline_bytes)
         self.choose_scaling()
         return work
-
-    def _check_ranks(self, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Raise on all ranks if they are about to reduce different things."""
-        mine = {
-            "FSDP unit": self.unit.name,
-            "parameters": [self.unit.parameter_names[index] for index in self.unit.active],
-            "elements": input_tensor.numel(),
-            "dtype": str(input_tensor.dtype),
-            "compressed": not self.bypassed,
-        }
-        (first_rank, first), *others = gather(mine, group)
-        for rank, other in others:
-            if other != first:
-                raise RuntimeError(
-                    f"rank {first_rank} is about to reduce {first}, but rank {rank} {other}. If "
-                    "they use different parameters in a step, let them reduce all of them by "
-                    "set_reduce_scatter_unused_params(True) (torch 2.13)"
-                )
 
     def _check(
         self, output_tensor: Tensor, input_tensor: Tensor, world_size: int, op: Any, async_op: bool
@@ -167,23 +147,29 @@ class LoCoReduceScatter:
             )
         check_gradient_dtype(f"FSDP unit {self.unit.name!r}: loco-fsdp", input_tensor.dtype)
 
-    def _reduce(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> int:
-        """Encode, exchange, decode; returns the bytes for one rank."""
-        world_size, device = group.size(), input_tensor.device
+    def _reduce_inside_node(self, rows: Tensor, intra: dist.ProcessGroup) -> Tensor:
+        """Sums of this node's ranks for all ranks at the same place in theirs, `[node, shard]`."""
+        by_node = rearrange(rows, "(node local) shard -> node (local shard)", local=intra.size())
+        shape = (by_node.shape[0], rows.shape[1])
+        node_sum = self._workspace.get("node sum", shape, rows.device, rows.dtype)
+        reduce_scatters(list(node_sum), list(by_node), intra)
+        return node_sum
+
+    def _exchange(self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup) -> int:
+        """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
+        device = gradient.device
         table, feedback = self._table(self.unit.active, output_tensor.numel(), device)
         layout = table.layout
-        send, receive = self._workspace.buffers((world_size, layout.bytes_per_shard), device)
-        stats = self._stats_for(world_size, layout, device)
-        error = self.error.state if feedback else None
-        gradient = input_tensor.view(world_size, -1)
-        encode(gradient, send, table, stats, error, self.config.beta, backend=self._backend)
+        shape = (gradient.shape[0], layout.bytes_per_shard)
+        send = self._workspace.get("send", shape, device)
+        receive = self._workspace.get("receive", shape, device)
+        self._hop.reserve(gradient.shape[0] * layout.num_blocks, device)
+        self._hop.encode(gradient, send, table, feedback)
         dist.all_to_all_single(receive, send, group=group)
-        decode(receive, output_tensor, table, backend=self._backend)
+        self._hop.decode(receive, output_tensor, table)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1
-        interval = self.config.reset_interval
-        if interval is not None and (self.counters.reductions + 1) % interval == 0:
-            self.error.reset()
+        self.reset_if_due()
         return layout.bytes_per_shard
 
     def _make_table(
@@ -201,16 +187,6 @@ class LoCoReduceScatter:
         layout = BlockLayout(numels, bits, block_size)
         if not self.config.error_feedback:
             return layout.place(device), False
-        self.error.add(dict(zip(active, layout.blocks_per_part, strict=True)), device)
-        return layout.place(device, self.error.rows_of(active)), True
-
-    def _stats_for(self, peers: int, layout: BlockLayout, device: torch.device) -> EncodeStats:
-        """Where the codec leaves its sums; the buffer is kept and only grows."""
-        numel = peers * layout.num_blocks * 2
-        if self._squares is None or self._nonfinite is None or self._squares.numel() < numel:
-            self._squares = torch.zeros(numel, device=device)
-            if self._nonfinite is None:
-                self._nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
-        squares = self._squares[:numel].view(peers, layout.num_blocks, 2)
-        self.encode_stats = EncodeStats(squares, self._nonfinite)
-        return self.encode_stats
+        error = self._hop.error
+        error.add(dict(zip(active, layout.blocks_per_part, strict=True)), device)
+        return layout.place(device, error.rows_of(active)), True

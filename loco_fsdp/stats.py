@@ -1,13 +1,8 @@
-"""What is counted while training, and how it is added up when somebody asks."""
+"""What is counted while training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
-
-from loco_fsdp.codec import EncodeStats
 
 
 @dataclass
@@ -39,20 +34,3 @@ class Counters:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
         return self
-
-
-def relative_error(stats: Iterable[EncodeStats | None]) -> float:
-    """Norm of what the last reductions could not send over the norm of what they wanted to send.
-
-    Waits for the device.
-    """
-    sums = [s.squares.sum(dim=(0, 1), dtype=torch.float64).cpu() for s in stats if s is not None]
-    if not sums:
-        return 0.0
-    wanted, unsent = torch.stack(sums).sum(0).tolist()
-    return float((unsent / wanted) ** 0.5) if wanted > 0 else 0.0
-
-
-def nonfinite_blocks(stats: Iterable[EncodeStats | None]) -> int:
-    """Blocks that were sent as NaN so far. Waits for the device."""
-    return sum(int(s.nonfinite.item()) for s in stats if s is not None)

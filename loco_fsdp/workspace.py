@@ -1,4 +1,4 @@
-"""Bytes to send and to receive, shared by all FSDP units of a model."""
+"""Memory to send from and to receive into, shared by all FSDP units of a model."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from torch import Tensor
 
 
 class Workspace:
-    """Send and receive buffers, as large as the largest unit needs.
+    """Buffers by name, as large as the largest unit needs.
 
     Units are reduced one after the other on one stream, so that they can share them. A second
-    stream (a second FSDP root has its own) gets buffers of its own: memory is made, used and freed
-    on the stream that is current in `buffers`.
+    stream (a second FSDP root has its own, and so has an all-reduce) gets buffers of its own:
+    memory is made, used and freed on the stream that is current in `get`.
     """
 
     def __init__(self) -> None:
-        self._by_stream: dict[int, tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}
 
-    def buffers(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """A send and a receive buffer, uint8 `shape`, valid until the next call on this stream."""
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.uint8,
+    ) -> Tensor:
+        """The buffer of that name, with undefined contents, valid until it is asked for again."""
         stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-        num_bytes = shape[0] * shape[1]
-        pair = self._by_stream.get(stream)
-        if pair is None or pair[0].numel() < num_bytes:
-            pair = (
-                torch.zeros(num_bytes, dtype=torch.uint8, device=device),
-                torch.zeros(num_bytes, dtype=torch.uint8, device=device),
-            )
-            self._by_stream[stream] = pair
-        return pair[0][:num_bytes].view(shape), pair[1][:num_bytes].view(shape)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._buffers.get((name, stream))
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._buffers[name, stream] = buffer
+        return buffer[:num_bytes].view(dtype).view(shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(send.nbytes + receive.nbytes for send, receive in self._by_stream.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from loco_fsdp.adaptor import LoCo, attach
+from loco_fsdp.adaptor import LoCo, attach_to
 from loco_fsdp.config import LoCoConfig
 
 Wrap: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]"
@@ -26,17 +28,20 @@ class LoCoFSDP(FSDPModule):
     Args:
         module: the model; nothing in it may be sharded yet.
         config: how to compress; `None`: `LoCoConfig()`.
-        mesh: device mesh, 1-D (shard) or 2-D (replicate, shard); `None`: all ranks, as
-        `fully_shard`.
-            On a 2-D mesh the gradients of a shard group are compressed, and the all-reduce over
-            replicas stays FSDP2's own.
+        mesh: device mesh, 1-D (shard) or 2-D (replicate, shard) with named dimensions; `None`: all
+            ranks, as `fully_shard`. On a 2-D mesh FSDP2 reduces inside of each replica, in full
+            precision, and LoCo over replicas: what crosses nodes, if each replica is one.
         wrap: which modules become FSDP units beside the root: a module class, a tuple of them, or
             `(name, module) -> bool`. `None`: the classes named in the model's `_no_split_modules`
             if it has them, else the children of every `ModuleList`.
+        broadcast_parameters: on a 2-D mesh, give all replicas the parameters of the first one, as
+            their gradients keep them equal from then on. Parameters on the meta device are left
+            out: initialize them equally.
         **fully_shard_kwargs: for every `fully_shard` call, for example `mp_policy`.
 
     Raises:
-        ValueError: something is sharded already, or `wrap` matches no module.
+        ValueError: something is sharded already, `wrap` matches no module, or `mesh` has more than
+            two dimensions or two without names.
         TypeError: `module` is no module, or `wrap` is none of the above.
 
     and what `attach` and `fully_shard` raise. If `attach` raises, the model is sharded all the
@@ -59,6 +64,7 @@ class LoCoFSDP(FSDPModule):
         *,
         mesh: DeviceMesh | None = None,
         wrap: Wrap | None = None,
+        broadcast_parameters: bool = True,
         **fully_shard_kwargs: Any,
     ) -> None:
         # Python calls this with what __new__ returned: a module that is initialised already.
@@ -71,6 +77,7 @@ def _shard_and_attach(
     *,
     mesh: DeviceMesh | None = None,
     wrap: Wrap | None = None,
+    broadcast_parameters: bool = True,
     **fully_shard_kwargs: Any,
 ) -> nn.Module:
     if not isinstance(module, nn.Module):
@@ -87,16 +94,48 @@ def _shard_and_attach(
         )
     if config is not None and not isinstance(config, LoCoConfig):
         raise TypeError(f"config={config!r}: it must be a LoCoConfig or None")
-    if mesh is not None:
-        fully_shard_kwargs["mesh"] = mesh
+    shard_mesh, replicas = _split_mesh(mesh)
+    if shard_mesh is not None:
+        fully_shard_kwargs["mesh"] = shard_mesh
     # Children before their parents, which take what is left.
     for submodule in reversed(list(_units_to_shard(module, wrap))):
         fully_shard(submodule, **fully_shard_kwargs)
     fully_shard(module, **fully_shard_kwargs)
-    loco = attach(module, config)
+    if replicas is not None and broadcast_parameters:
+        _broadcast(module, replicas)
+    loco = attach_to(module, config, None, replicas)
     module.__class__ = _with_loco(module.__class__)  # type: ignore[arg-type]
     module.loco = loco  # type: ignore[assignment]
     return module
+
+
+def _split_mesh(
+    mesh: DeviceMesh | None,
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """The mesh to shard over, and the group of replicas if the mesh has them."""
+    if mesh is None or mesh.ndim == 1:
+        return mesh, None
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh={mesh}: it must be 1-D (shard), or 2-D (replicate, shard) with names: "
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    return mesh[mesh.mesh_dim_names[1]], mesh.get_group(0)
+
+
+def _broadcast(module: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Give all replicas the shards of the first one."""
+    source = dist.get_process_group_ranks(replicas)[0]
+    for parameter in module.parameters():
+        local = parameter.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        if local.is_meta or local.numel() == 0:
+            continue
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else None
+        staged = local.to(device)  # offloaded parameters are on the CPU
+        dist.broadcast(staged, source, group=replicas)
+        if staged is not local:
+            local.copy_(staged)
 
 
 def _units_to_shard(module: nn.Module, wrap: Wrap | None) -> Iterator[nn.Module]:

@@ -153,7 +153,7 @@ def alone(mesh_shape: tuple[int, ...]) -> tuple[bool, list[str | None], int, flo
 
 
 def test_a_shard_group_of_one_rank_is_left_alone(ranks: Ranks) -> None:
-    reason = "shard group of one rank: nothing to send"
+    reason = "group of one rank: nothing to send"
     assert ranks(1).run(alone, (1,)) == [(True, [reason], 0, 0)]
     assert ranks(2).run(alone, (2, 1)) == [(True, [reason], 0, 0)] * 2
 
@@ -227,8 +227,6 @@ def refused(case: str) -> tuple[str, list[bool]]:
         arguments["select"] = lambda name, _: {}[name] if rank == 1 else True
     elif case == "select returns nothing":
         arguments["select"] = lambda *_: None
-    elif case == "hierarchical":
-        arguments["config"] = LoCoConfig(topology="hierarchical")
     elif case == "custom reduce-scatter":
         model.blocks[1].set_custom_reduce_scatter(Custom())
     message = raised(attach, model, **arguments)
@@ -264,7 +262,6 @@ def refused(case: str) -> tuple[str, list[bool]]:
             "KeyError: 'blocks.0'",
         ),
         ("select returns nothing", "TypeError: select('blocks.0', ...) returned None", None),
-        ("hierarchical", 'NotImplementedError: topology="hierarchical" is not built yet', None),
         ("custom reduce-scatter", "ValueError: FSDP unit 'blocks.1' has a reduce-scatter", None),
     ],
 )

@@ -427,7 +427,7 @@ def count_bytes(bits: int) -> tuple[int, dict[str, float]]:
 
     model = Given(weight=(64, 96))
     fully_shard(model, mesh=cpu_mesh())
-    loco = attach(model, LoCoConfig(bits=bits, node_size=2))
+    loco = attach(model, LoCoConfig(bits=bits, node_size=2, topology="flat"))
     dist.all_to_all_single = counting
     try:
         backward(model, weight=torch.ones(64, 96))

@@ -83,13 +83,14 @@ def train() -> list[str]:
         if (step + 1) % 5 == 0:
             for reference in references.values():
                 reference.error.payload.zero_()
-        assert comm.error.state is not None
-        for index, rows in comm.error.rows.items():
+        (hop,) = comm.hops
+        assert hop.error.state is not None
+        for index, rows in hop.error.rows.items():
             name = comm.unit.parameter_names[index]
-            ours = comm.error.state.payload[:, rows.start : rows.stop]
+            ours = hop.error.state.payload[:, rows.start : rows.stop]
             if not torch.equal(ours, references[name].error.payload):
                 wrong.append(f"{name} after step {step}")
-    assert len(comm.error.rows) == 2 * (NUM_EXPERTS + 1)
+    assert len(hop.error.rows) == 2 * (NUM_EXPERTS + 1)
     return wrong
 
 

@@ -207,7 +207,8 @@ def encode(
     h = to_blocks(gradient.to(torch.float32), layout)
     old = None
     if error is not None:
-        old = load_error(ErrorState(error.payload[:, table.rows], error.scale[:, table.rows]))
+        payload = _indexable(error.payload)[:, table.rows].view(error.payload.dtype)
+        old = load_error(ErrorState(payload, error.scale[:, table.rows]))
         h = h + old
     scale = block_scales(h, table.lengths, bits)
     codes = quantize_blocks(h, scale, bits)
@@ -223,7 +224,7 @@ def encode(
     if error is not None and old is not None:
         new = torch.where(finite, beta * old + (1 - beta) * residual, 0.0)
         stored = store_error(new, error.payload.dtype)
-        error.payload[:, table.rows] = stored.payload
+        _indexable(error.payload)[:, table.rows] = _indexable(stored.payload)
         error.scale[:, table.rows] = stored.scale
 
 
@@ -259,6 +260,11 @@ def decode_encode(
     total = torch.empty(1, table.layout.shard_numel, device=wire.device)
     decode(received, total[0], table, factor)
     encode(total, wire, table, stats, error, beta)
+
+
+def _indexable(payload: Tensor) -> Tensor:
+    """The payload, or its bytes where torch cannot index the dtype (float8 on CPU in torch 2.9)."""
+    return payload.view(torch.uint8) if payload.dtype is torch.float8_e4m3fn else payload
 
 
 def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, layout: BlockLayout) -> None:

@@ -1,0 +1,159 @@
+"""What is to be attached to each FSDP unit, and that all ranks mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from loco_fsdp.codec import GRADIENT_DTYPES, choose_backend
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
+from loco_fsdp.reducer import Reducer
+from loco_fsdp.topology import gather
+
+Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be attached to one FSDP unit.
+
+    Attributes:
+        unit: the unit.
+        config: how it is compressed.
+        backend: what runs its codec.
+        bypass_reason: why it stays in full precision; None if it does not.
+    """
+
+    unit: FSDPUnit
+    config: LoCoConfig
+    backend: str
+    bypass_reason: str | None
+
+
+def agreed_plans(
+    units: list[FSDPUnit],
+    config: LoCoConfig | None,
+    select: Select | None,
+    replicas: dist.ProcessGroup | None,
+) -> list[Plan]:
+    """The plans of all units, after all ranks of their groups have made the same ones.
+
+    An error of one rank alone must not leave the others waiting in a collective: all ranks tell
+    each other what they are about to do, or what is wrong, and then all go on, or all raise.
+    """
+    error: Exception | None = None
+    plans: list[Plan] = []
+    try:
+        plans = [_plan(unit, _checked(config), select, replicas) for unit in units]
+    except Exception as raised:
+        error = raised
+    groups = [group for unit in units for group in unit.process_groups]
+    _agree([*groups, *([replicas] if replicas is not None else [])], plans, error)
+    return plans
+
+
+def _checked(config: LoCoConfig | None) -> LoCoConfig:
+    if config is None:
+        return LoCoConfig()
+    if not isinstance(config, LoCoConfig):
+        raise TypeError(f"config={config!r}: it must be a LoCoConfig or None")
+    return config
+
+
+def _plan(
+    unit: FSDPUnit,
+    config: LoCoConfig,
+    select: Select | None,
+    replicas: dist.ProcessGroup | None,
+) -> Plan:
+    """What to do with one FSDP unit; raises what `attach` raises."""
+    if isinstance(unit.reduce_scatter, Reducer) or isinstance(unit.all_reduce_hook, Reducer):
+        raise ValueError(
+            f"FSDP unit {unit.name!r} has LoCo attached already: call detach() on that LoCo first"
+        )
+    if not is_stock(unit.reduce_scatter):
+        raise ValueError(
+            f"FSDP unit {unit.name!r} has a reduce-scatter of its own, "
+            f"{type(unit.reduce_scatter).__name__}, which LoCo would replace: do not set it"
+        )
+    choice = select(unit.name, cast(nn.Module, unit.modules[0])) if select is not None else True
+    if isinstance(choice, LoCoConfig):
+        config = choice
+    elif not isinstance(choice, bool):
+        raise TypeError(
+            f"select({unit.name!r}, ...) returned {choice!r}: "
+            "it must be True, False or a LoCoConfig"
+        )
+    if replicas is not None and config.topology != "auto":
+        raise ValueError(
+            f'topology={config.topology!r}: on a 2-D mesh it must be "auto", which reduces in low '
+            "bits over replicas"
+        )
+    backend = choose_backend(config.backend, unit.device)
+    peers = unit.world_size if replicas is None else replicas.size()
+    return Plan(unit, config, backend, _bypass_reason(unit, config, bool(choice), peers))
+
+
+def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: int) -> str | None:
+    """Why stock FSDP2 has to reduce this unit; equal on all ranks."""
+    if peers == 1:
+        return "group of one rank: nothing to send"
+    if not selected:
+        return "not selected"
+    if unit.numel < config.min_numel:
+        return f"fewer than min_numel={config.min_numel} elements"
+    if unit.reduce_dtype not in GRADIENT_DTYPES:
+        return f"gradients are reduced in {unit.reduce_dtype}"
+    return None
+
+
+def _agree(groups: list[dist.ProcessGroup], plans: list[Plan], error: Exception | None) -> None:
+    """Raise on all ranks of all groups if one of them has an error or another plan."""
+    mine: tuple[Literal["error", "plan"], Any]
+    if error is not None:
+        mine = ("error", f"{type(error).__name__}: {error}")
+    else:
+        mine = (
+            "plan",
+            [
+                (plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason)
+                for plan in plans
+            ],
+        )
+    # All ranks go through the groups in the same order, and pass on what they have learned.
+    for group in dict.fromkeys(group for group in groups if group.size() > 1):
+        problem = _first_difference(gather(mine, group))
+        if mine[0] == "plan" and problem is not None:
+            mine = ("error", problem)
+    if error is not None:
+        raise error
+    if mine[0] == "error":
+        raise ValueError(f"attach did nothing: {mine[1]}")
+
+
+def _first_difference(plans: list[tuple[int, Any]]) -> str | None:
+    """What is wrong with the plans of these ranks, or None."""
+    for rank, (kind, content) in plans:
+        if kind == "error":
+            return f"rank {rank} raised {content}"
+    first_rank, (_, first) = plans[0]
+    for rank, (_, plan) in plans:
+        if plan == first:
+            continue
+        if [row[:2] for row in plan] != [row[:2] for row in first]:
+            return f"ranks {first_rank} and {rank} do not have the same FSDP units"
+        for a, b in zip(first, plan, strict=True):
+            fields = [f"{k}={a[2][k]!r} and {b[2][k]!r}" for k in a[2] if a[2][k] != b[2][k]]
+            if a[3] != b[3]:
+                fields.append(f"bypassed={a[3]!r} and {b[3]!r}")
+            if fields:
+                return (
+                    f"ranks {first_rank} and {rank} differ in FSDP unit {a[0]!r}: "
+                    f"{', '.join(fields)}. Give all ranks the same configuration"
+                )
+    return None

@@ -1,0 +1,274 @@
+"""The all-reduce of a unit's gradient over replicas, in low bits, in FSDP2's all-reduce hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loco_fsdp.codec import BlockLayout, BlockTable
+from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.fsdp_compat import FSDPUnit, all_gather
+from loco_fsdp.hop import Hop
+from loco_fsdp.reducer import Reducer
+from loco_fsdp.topology import remote_peers
+from loco_fsdp.workspace import Workspace
+
+_MAX_PLANS = 64  # as in reduce_scatter.py
+
+
+class BlockRange(NamedTuple):
+    """Consecutive blocks of a shard, which one replica sums.
+
+    first, last: their elements in the shard, `last` excluded
+    parts: for each of its parameters: place among those given, first block, `last` block, elements
+    """
+
+    first: int
+    last: int
+    parts: tuple[tuple[int, int, int, int], ...]
+
+
+class _Part(NamedTuple):
+    """What one replica sums: its elements in the shard, and its blocks."""
+
+    first: int
+    last: int
+    table: BlockTable
+
+
+class _Plan(NamedTuple):
+    """Parts by replica; the blocks of this replica's with the rows of the errors of sums."""
+
+    parts: list[_Part]
+    own: BlockTable
+    feedback: bool
+
+
+def split_blocks(
+    numels: Sequence[int],
+    unit_first_blocks: Sequence[int],
+    unit_blocks: int,
+    block_size: int,
+    num_ranges: int,
+) -> list[BlockRange]:
+    """Which replica sums which blocks of the parameters with a gradient.
+
+    A block belongs to the same replica whatever other parameters have a gradient, because the error
+    of its sum is there.
+
+    Args:
+        numels: elements of each parameter's part.
+        unit_first_blocks: number of each parameter's first block among all blocks of the unit.
+        unit_blocks: blocks of the unit.
+        block_size: elements of a block.
+        num_ranges: replicas.
+    """
+    per_range = -(-unit_blocks // num_ranges)
+    starts = list(accumulate(numels, initial=0))
+    ranges = []
+    position = 0
+    for index in range(num_ranges):
+        parts = []
+        first = position
+        for place, (numel, offset) in enumerate(zip(numels, unit_first_blocks, strict=True)):
+            num_blocks = -(-numel // block_size)
+            low = min(max(index * per_range - offset, 0), num_blocks)
+            high = min(max((index + 1) * per_range - offset, 0), num_blocks)
+            if low < high:
+                elements = min(high * block_size, numel) - low * block_size
+                parts.append((place, low, high, elements))
+                position = starts[place] + low * block_size + elements
+        ranges.append(BlockRange(first, position, tuple(parts)))
+    return ranges
+
+
+class LoCoAllReduce(Reducer):
+    """The all-reduce over replicas of one FSDP unit, whose model is sharded inside of each replica.
+
+    1. Encode: add the error to the shard's gradient, quantize and pack it, a part for each replica.
+    2. `all_to_all_single`: each replica gets what all replicas sent for its part.
+    3. Decode, sum in float32 in the order of replicas and divide; add the error of the sum,
+    quantize
+       and pack again.
+    4. All-gather of the packed sums, and decode. All replicas decode the same bytes: their
+       gradients are bitwise equal.
+
+    FSDP2 calls this object with the shard's gradient `[shard]`, reduced over the shard group, on
+    its all-reduce stream. It divides by the number of replicas, unless the user has set a divide
+    factor. While `set_requires_all_reduce(False)` holds, gradients are kept here and summed up in
+    full precision.
+    """
+
+    def __init__(
+        self,
+        unit: FSDPUnit,
+        config: LoCoConfig,
+        bypass_reason: str | None,
+        *,
+        group: dist.ProcessGroup,
+        backend: str,
+        node_size: int,
+        workspace: Workspace,
+    ) -> None:
+        super().__init__(unit, config, bypass_reason)
+        self._group = group
+        self._scatter = Hop(1, config, backend)
+        self._gather = Hop(1, config, backend)
+        self.hops = [self._scatter, self._gather]
+        self._node_size = node_size
+        self._workspace = workspace
+        self._deferred: Tensor | None = None
+        self._plan = lru_cache(_MAX_PLANS)(self._make_plan)
+
+    def install(self) -> None:
+        """Make FSDP2 call this object."""
+        self.unit.all_reduce_hook = self
+        self.unit.watch()
+
+    def remove(self) -> None:
+        """Leave replicas to reduce in full precision, and free the error buffers.
+
+        The model is sharded inside of each replica only: without a hook they would drift apart.
+        """
+        self.bypass_reason = "detached"
+        for hop in self.hops:
+            hop.error.state = None
+
+    def __call__(self, reduce_output: Tensor) -> None:
+        """Average `reduce_output` `[shard]` over replicas, in place.
+
+        Raises:
+            TypeError: the gradient has a dtype that the codec does not take.
+            RuntimeError: other parameters have a gradient than when it was deferred; or, with
+                `check_ranks`, the replicas do not reduce the same.
+        """
+        if reduce_output.device.type != "cpu":
+            # Made on the reduce-scatter stream; FSDP2 may free it before this stream is done.
+            reduce_output.record_stream(torch.accelerator.current_stream(reduce_output.device))
+        if not self.unit.all_reduce_grads:
+            self._defer(reduce_output)
+            return
+        if self._deferred is not None:
+            self._check_deferred(reduce_output)
+            reduce_output += self._deferred
+            self._deferred = None
+        self.check_ranks(reduce_output, self._group)
+        replicas = self._group.size()
+        ring_bytes = 2 * reduce_output.nbytes * (replicas - 1) // replicas
+        factor = 1 / replicas if self.unit.gradient_divide_factor is None else 1.0
+        if self.bypassed:
+            dist.all_reduce(reduce_output, group=self._group)
+            reduce_output *= factor
+            self.counters.add_bypassed(ring_bytes, remote_peers(self._group, self._node_size) > 0)
+        else:
+            check_gradient_dtype(f"FSDP unit {self.unit.name!r}: loco-fsdp", reduce_output.dtype)
+            wire_bytes = self._reduce(reduce_output, factor)
+            remote = remote_peers(self._group, self._node_size)
+            inter_node_bytes = wire_bytes * remote // (replicas - 1)
+            self.counters.add(wire_bytes, inter_node_bytes, ring_bytes)
+
+    def _defer(self, reduce_output: Tensor) -> None:
+        """Keep the gradient for the next all-reduce; FSDP2 accumulates zeros meanwhile."""
+        if self._deferred is None:
+            self._deferred = reduce_output.clone()
+        else:
+            self._check_deferred(reduce_output)
+            self._deferred += reduce_output
+        reduce_output.zero_()
+
+    def _check_deferred(self, reduce_output: Tensor) -> None:
+        if self._deferred is not None and self._deferred.shape != reduce_output.shape:
+            raise RuntimeError(
+                f"FSDP unit {self.unit.name!r}: {self._deferred.numel()} elements wait for an "
+                f"all-reduce, and now {reduce_output.numel()} have a gradient. Use the same "
+                "parameters in all microbatches, or set_reduce_scatter_unused_params(True)"
+            )
+
+    def _reduce(self, gradient: Tensor, factor: float) -> int:
+        """The four steps; returns the bytes that this rank sent."""
+        group, device = self._group, gradient.device
+        replicas, rank = group.size(), group.rank()
+        plan = self._plan(self.unit.active, gradient.numel(), device)
+        sizes = [part.table.layout.bytes_per_shard for part in plan.parts]
+        own_bytes, largest = sizes[rank], max(sizes)
+
+        send = self._workspace.get("all-reduce send", (sum(sizes),), device)
+        receive = self._workspace.get("all-reduce receive", (replicas, own_bytes), device)
+        self._scatter.reserve(sum(part.table.layout.num_blocks for part in plan.parts), device)
+        block = 0
+        for part, wire in zip(plan.parts, torch.split(send, sizes), strict=True):
+            elements = gradient[part.first : part.last].view(1, -1)
+            if part.last > part.first:
+                self._scatter.encode(elements, wire.view(1, -1), part.table, plan.feedback, block)
+            block += part.table.layout.num_blocks
+        dist.all_to_all_single(receive.view(-1), send, [own_bytes] * replicas, sizes, group)
+
+        gathered = self._workspace.get("all-reduce gathered", (replicas, largest), device)
+        mine = gathered[rank, :own_bytes].view(1, -1)
+        self._gather.reserve(plan.own.layout.num_blocks, device)
+        if plan.own.layout.num_blocks:
+            self._gather.decode_encode(receive, mine, plan.own, plan.feedback, factor)
+        all_gather(gathered.view(-1), gathered[rank], group)
+        for part, wire, size in zip(plan.parts, gathered, sizes, strict=True):
+            if part.last > part.first:
+                output = gradient[part.first : part.last]
+                self._gather.decode(wire[:size].view(1, -1), output, part.table)
+
+        if self.config.error_feedback and not plan.feedback:
+            self.counters.reductions_without_feedback += 1
+        self.reset_if_due()
+        return sum(sizes) - own_bytes + largest * (replicas - 1)
+
+    def _make_plan(self, active: tuple[int, ...], numel: int, device: torch.device) -> _Plan:
+        """The parts of the replicas for the parameters with a gradient."""
+        bits, block_size = self.config.bits, self.config.block_size
+        numels = [self.unit.shard_numels[index] for index in active]
+        unit_layout = BlockLayout(self.unit.shard_numels, bits, block_size)
+        firsts = list(accumulate(unit_layout.blocks_per_part, initial=0))
+        if known := sum(numels) == numel:
+            first_blocks, unit_blocks = [firsts[index] for index in active], firsts[-1]
+        else:  # nobody knows whose elements these are: one part, without feedback
+            active, numels = (), [numel]
+            first_blocks, unit_blocks = [0], -(-numel // block_size)
+        ranges = split_blocks(numels, first_blocks, unit_blocks, block_size, self._group.size())
+        feedback = known and self.config.error_feedback
+        own = ranges[self._group.rank()]
+        if feedback:
+            self._scatter.error.add(
+                {index: unit_layout.blocks_per_part[index] for index in active}, device
+            )
+            self._gather.error.add(
+                {active[place]: high - low for place, low, high, _ in own.parts}, device
+            )
+        parts = []
+        for part in ranges:
+            rows = (
+                [
+                    row
+                    for place, low, high, _ in part.parts
+                    for row in self._scatter.error.rows[active[place]][low:high]
+                ]
+                if feedback
+                else None
+            )
+            parts.append(_Part(part.first, part.last, _place(part, bits, block_size, device, rows)))
+        own_rows = (
+            self._gather.error.rows_of(tuple(active[place] for place, *_ in own.parts))
+            if feedback
+            else None
+        )
+        return _Plan(parts, _place(own, bits, block_size, device, own_rows), feedback)
+
+
+def _place(
+    part: BlockRange, bits: int, block_size: int, device: torch.device, rows: list[int] | None
+) -> BlockTable:
+    numels = tuple(elements for *_, elements in part.parts)
+    return BlockLayout(numels, bits, block_size).place(device, rows)

@@ -1,0 +1,90 @@
+"""What the reductions of LoCo have in common: when they compress, and what they count."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.fsdp_compat import FSDPUnit
+from loco_fsdp.hop import Hop
+from loco_fsdp.stats import Counters
+from loco_fsdp.topology import gather
+
+
+class Reducer:
+    """One FSDP unit's part in LoCo.
+
+    Attributes:
+        unit: what is reduced.
+        config: how it is compressed.
+        bypass_reason: why it never is; None if it is.
+        paused: whether it is not for now.
+        counters: what was done so far.
+        hops: its compressed exchanges, each with its error.
+    """
+
+    def __init__(self, unit: FSDPUnit, config: LoCoConfig, bypass_reason: str | None) -> None:
+        self.unit = unit
+        self.config = config
+        self.bypass_reason = bypass_reason
+        self.paused = False
+        self.counters = Counters()
+        self.hops: list[Hop] = []
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether the next reduction is in full precision."""
+        counters = self.counters
+        return (
+            self.bypass_reason is not None
+            or self.paused
+            or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
+        )
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of all error buffers."""
+        return sum(hop.error.nbytes for hop in self.hops)
+
+    def install(self) -> None:
+        """Make FSDP2 call this object."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Put back what was there before `install`, and free the error buffers."""
+        raise NotImplementedError
+
+    def choose_scaling(self) -> None:
+        """Tell FSDP2 who divides, after `bypassed` may have changed."""
+
+    def reset_error(self) -> None:
+        """Set the errors to 0."""
+        for hop in self.hops:
+            hop.error.reset()
+
+    def reset_if_due(self) -> None:
+        """Reset at the end of every `reset_interval`-th compressed reduction."""
+        interval = self.config.reset_interval
+        if interval is not None and (self.counters.reductions + 1) % interval == 0:
+            self.reset_error()
+
+    def check_ranks(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """With `LoCoConfig.check_ranks`, raise on all ranks if they reduce different things."""
+        if not self.config.check_ranks:
+            return
+        mine = {
+            "FSDP unit": self.unit.name,
+            "parameters": [self.unit.parameter_names[index] for index in self.unit.active],
+            "elements": tensor.numel(),
+            "dtype": str(tensor.dtype),
+            "compressed": not self.bypassed,
+        }
+        (first_rank, first), *others = gather(mine, group)
+        for rank, other in others:
+            if other != first:
+                raise RuntimeError(
+                    f"rank {first_rank} is about to reduce {first}, but rank {rank} {other}. If "
+                    "they use different parameters in a step, let them reduce all of them by "
+                    "set_reduce_scatter_unused_params(True) (torch 2.13)"
+                )
