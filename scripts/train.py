@@ -1,0 +1,306 @@
+"""Pre-trains a small decoder with FSDP2, its gradients reduced by loco-fsdp or as FSDP2 does it.
+
+    torchrun --standalone --nproc-per-node 2 scripts/train.py --config configs/demo.toml
+
+Both ways start from the same weights and draw the same batches. See train_config.py for what can
+be set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+
+from data import Batch, Text, draw_batch, load_text, validation_batches
+from loco_fsdp import LoCoFSDP
+from model import Block, build_model
+from traffic import GradientTraffic
+from train_config import Config, OptimConfig, load_config, torch_dtype
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step reports; the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+
+
+def check_environment(config: Config) -> None:
+    """Refuses, on every rank and before any of them waits for another, what cannot work here."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError("run it under torchrun: torchrun --nproc-per-node 2 scripts/train.py ...")
+    num_ranks, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if torch.cuda.is_available() and num_ranks > num_gpus:
+        raise ValueError(
+            f"{num_ranks} ranks here, but {num_gpus} GPUs: pass torchrun --nproc-per-node "
+            f"{num_gpus}, or hide the GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    if config.model.num_experts and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"model.num_experts={config.model.num_experts} needs torch 2.13 or newer, this is "
+            f"{torch.__version__}; update torch, or set model.num_experts to 0"
+        )
+    metrics = Path(config.train.metrics)
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    if metrics.is_dir() or not os.access(metrics.parent, os.W_OK):
+        raise ValueError(f"train.metrics={str(metrics)!r}: give a file that can be written")
+
+
+@contextmanager
+def distributed_mesh() -> Iterator[DeviceMesh]:
+    """The 1-D mesh of all ranks: NCCL where there are GPUs, else gloo."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    try:
+        yield init_device_mesh(
+            "cuda" if has_gpu else "cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_model(config: Config, mesh: DeviceMesh) -> FSDPModule:
+    """The model, each Block and the rest of it one FSDP unit, on the device of `mesh`."""
+    model = build_model(config.model, config.data.seq_len, config.train.seed)
+    model.to(torch.device(mesh.device_type))
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(config.train.param_dtype),
+        reduce_dtype=torch_dtype(config.train.reduce_dtype),
+    )
+    if config.train.reduce == "loco":
+        model = LoCoFSDP(model, config.loco, mesh=mesh, wrap=Block, mp_policy=mp_policy)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
+        fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    if config.model.num_experts:
+        # Ranks leave different experts without a token. Their gradient is zero then; left out, as
+        # by default, the ranks' reduce-scatters would differ in size.
+        model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `config` names."""
+    parameters, lr, weight_decay = model.parameters(), config.lr, config.weight_decay
+    if config.name == "adamw":
+        # Fused, because dispatching each small DTensor alone is slow; DTensor has no fused SGD.
+        return torch.optim.AdamW(
+            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+        )
+    return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=weight_decay)
+
+
+def lr_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """Linear warm-up to 1, then cosine decay to 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def batch_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Mean cross-entropy of the next byte, in nats."""
+    logits = model(batch.inputs.to(device))
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten().to(device))
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of one number per rank."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+class Trainer:
+    """Model, optimizer and data of one run, on one rank."""
+
+    def __init__(self, config: Config, text: Text, mesh: DeviceMesh) -> None:
+        self.config = config
+        self.text = text
+        self.rank = mesh.get_rank()
+        self.world_size = mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self.model = sharded_model(config, mesh)
+        self.optimizer = build_optimizer(config.optim, self.model)
+        self.scheduler = LambdaLR(
+            self.optimizer,
+            lambda step: lr_factor(step, config.optim.warmup_steps, config.train.steps),
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the coming step."""
+        return self.scheduler.get_last_lr()[0]
+
+    def train_step(self, step: int) -> StepResult:
+        """One optimizer step.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite; on all ranks.
+        """
+        loss = mean_over_ranks(self._accumulate_gradients(step))
+        max_norm = self.config.optim.max_grad_norm
+        grad_norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), math.inf if max_norm is None else max_norm
+        )
+        result = StepResult(loss, grad_norm.full_tensor().item())
+        if not all(map(math.isfinite, result)):
+            raise FloatingPointError(
+                f"step {step}: {result} is not finite; try a lower optim.lr or more "
+                "optim.warmup_steps"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return result
+
+    def _accumulate_gradients(self, step: int) -> Tensor:
+        """Runs the microbatches; only the last one communicates gradients."""
+        config, count = self.config, self.config.train.accumulation_steps
+        total = torch.zeros((), device=self.device)
+        for microbatch in range(count):
+            self.model.set_requires_gradient_sync(microbatch == count - 1)
+            key = (config.train.seed, self.rank, step, microbatch)
+            batch = draw_batch(self.text.train, config.data.batch_size, config.data.seq_len, key)
+            loss = batch_loss(self.model, batch, self.device) / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss on the held-out text, averaged over all ranks."""
+        batches = validation_batches(
+            self.text.validation,
+            self.config.data.batch_size,
+            self.config.data.seq_len,
+            self.config.train.eval_batches,
+            self.rank,
+            self.world_size,
+        )
+        losses = [batch_loss(self.model, batch, self.device) for batch in batches]
+        return mean_over_ranks(torch.stack(losses).mean())
+
+    def loco_stats(self) -> dict[str, Any]:
+        """What loco-fsdp counted, if it is on: as a field of the metrics."""
+        if self.config.train.reduce == "stock":
+            return {}
+        return {"loco": self.model.loco.stats()}
+
+
+class Reporter:
+    """Metrics to a file and a progress bar to the terminal, on rank 0; nothing elsewhere."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.is_active = rank == 0
+        self.path = Path(config.train.metrics)
+        if self.is_active:
+            self.path.write_text("")
+        self.progress = Progress(
+            TextColumn(config.train.reduce),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=Console(quiet=not self.is_active),
+        )
+        self.bar = self.progress.add_task("", total=config.train.steps, loss="")
+
+    def __enter__(self) -> Reporter:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to the file."""
+        if self.is_active:
+            with self.path.open("a") as file:
+                print(json.dumps(metrics, allow_nan=False), file=file)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Writes the metrics of a step and moves the bar."""
+        self.write(metrics)
+        self.progress.update(self.bar, advance=1, loss=f"loss {metrics['loss']:.4f}")
+        if "val_loss" in metrics:
+            line = f"step {metrics['step']}: validation loss {metrics['val_loss']:.4f}"
+            self.progress.console.print(line)
+
+
+def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
+    """The whole run."""
+    trainer = Trainer(config, text, mesh)
+    tokens_per_step = (
+        config.train.accumulation_steps
+        * config.data.batch_size
+        * config.data.seq_len
+        * trainer.world_size
+    )
+    step_ms: list[float] = []
+    with Reporter(config, trainer.rank) as reporter, GradientTraffic() as traffic:
+        for step in range(config.train.steps):
+            lr, started = trainer.lr, time.perf_counter()
+            result = trainer.train_step(step)
+            if mesh.device_type == "cuda":
+                torch.cuda.synchronize()
+            step_ms.append(1e3 * (time.perf_counter() - started))
+            metrics: dict[str, Any] = {
+                "step": step + 1,
+                "loss": result.loss,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "step_ms": step_ms[-1],
+                "tokens_per_s": 1e3 * tokens_per_step / step_ms[-1],
+                "gradient_bytes_sent": traffic.bytes_sent,
+            }
+            is_last = step + 1 == config.train.steps
+            if is_last or (step + 1) % config.train.eval_interval == 0:
+                metrics |= {"val_loss": trainer.validate(), **trainer.loco_stats()}
+            reporter.step(metrics)
+        reporter.write(
+            {
+                "summary": True,
+                "reduce": config.train.reduce,
+                "bits": config.loco.bits if config.train.reduce == "loco" else None,
+                "world_size": trainer.world_size,
+                "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "steps": config.train.steps,
+                "val_loss": metrics["val_loss"],
+                "median_step_ms": statistics.median(step_ms),
+                "gradient_bytes_sent": traffic.bytes_sent,
+                **trainer.loco_stats(),
+            }
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = load_config(argv)
+    check_environment(config)
+    text = load_text(config.data.path, config.data.seq_len)
+    with distributed_mesh() as mesh:
+        train(config, text, mesh)
+
+
+if __name__ == "__main__":
+    main()
