@@ -61,9 +61,9 @@ class LoCo:
             UnitInfo(
                 reducer.unit.name,
                 reducer.unit.numel,
-                reducer.config.bits if reducer.bypass_reason is None else None,
+                reducer.config.bits if reducer.inactive_reason is None else None,
                 reducer.error_bytes,
-                reducer.bypass_reason,
+                reducer.inactive_reason,
             )
             for reducer in self._reducers
         ]

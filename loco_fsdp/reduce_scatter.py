@@ -77,7 +77,15 @@ class LoCoReduceScatter(Reducer):
         self.unit.force_sum = self._stock_force_sum
         self.unit.unwatch()
         self.unit.reduce_scatter = self._stock
+        self.bypass_reason = "detached"
         self._hop.error.state = None
+
+    @property
+    def inactive_reason(self) -> str | None:
+        """Why this unit is not compressed; a later `set_custom_reduce_scatter` wins."""
+        if self.bypass_reason is None and self.unit.reduce_scatter is not self:
+            return "another reduce-scatter was set after attaching"
+        return self.bypass_reason
 
     def choose_scaling(self) -> None:
         """Let FSDP2 divide, and only sum here; its own way where its own reduce-scatter runs."""

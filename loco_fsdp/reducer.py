@@ -43,6 +43,11 @@ class Reducer:
         )
 
     @property
+    def inactive_reason(self) -> str | None:
+        """Why this unit is not compressed, now that training may have gone on; None if it is."""
+        return self.bypass_reason
+
+    @property
     def error_bytes(self) -> int:
         """Bytes of all error buffers."""
         return sum(hop.error.nbytes for hop in self.hops)
