@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loco_fsdp.codec.backends import AUTO
+
 _TIMEOUT_S = 120
 _GRACE_S = 5  # for the other ranks, once one has failed
 
@@ -81,6 +83,9 @@ class RankPool:
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # Each rank would compile for longer than its tests take; test_compiled.py shows that compiled
+    # code gives the same bits, and test_train.py runs it in a training.
+    AUTO["cpu"] = "eager"
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     dist.init_process_group(
         "gloo",

@@ -50,6 +50,10 @@ _MODULES = {
 }
 
 
+# What "auto" picks; "triton" on other devices, or "eager" where Triton is not installed.
+AUTO = {"cpu": "compiled"}
+
+
 def get_backend(name: str) -> Backend:
     """The backend of that name, imported when it is first asked for."""
     backend: Backend = importlib.import_module(_MODULES[name])
@@ -64,9 +68,7 @@ def choose_backend(name: str, device: torch.device) -> str:
     """
     has_triton = importlib.util.find_spec("triton") is not None
     if name == "auto":
-        if device.type == "cpu":
-            return "compiled"
-        return "triton" if has_triton else "eager"
+        return AUTO.get(device.type, "triton" if has_triton else "eager")
     if name == "triton" and not has_triton:
         raise ValueError(
             'backend="triton" needs Triton, which is not installed: pip install triton, or use '
