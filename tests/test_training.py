@@ -173,6 +173,31 @@ def test_clipping_and_a_gradient_scaler(ranks: Ranks) -> None:
     assert ranks(2).run(clipping_and_scaler) == [([True, False], 512.0)] * 2
 
 
+def loss_scale(reset: bool) -> tuple[float, float]:
+    """Largest distance from the mean gradient after a scale of 8 became 4, in units of a step."""
+    model = Given(weight=(2, 64))
+    fully_shard(model, mesh=cpu_mesh())
+    loco = attach(model, LoCoConfig(beta=0.0, block_size=64, error_dtype="float32"))
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(2, 64, generator=generator)  # the same on all ranks: so is the mean
+    backward(model, weight=8 * gradient)
+    left_over = 8 * gradient - reduced(model.weight)
+    if reset:
+        loco.reset_error()
+    model.zero_grad()
+    backward(model, weight=4 * gradient)
+    wanted = 4 * gradient + (0 if reset else 1) * left_over
+    step = wanted.abs().amax(-1, keepdim=True) / 7
+    return ((reduced(model.weight) - wanted).abs() / step).max().item(), left_over.norm().item()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_loss_scale_that_changes(ranks: Ranks, reset: bool) -> None:
+    for distance, left_over in ranks(2).run(loss_scale, reset):
+        assert left_over > 0
+        assert distance <= 0.5001
+
+
 def frozen() -> list[tuple[int, ...]]:
     """Frozen, then thawed, then frozen in another way; error bytes of each unit after each."""
     stock, low, loco = pair(lambda: shard(Net()))
