@@ -55,6 +55,9 @@ class LoCoConfig:
     node_size: int | None = None
     """Ranks per node; None: from the environment variable LOCAL_WORLD_SIZE."""
 
+    intra_node_bits: int | None = None
+    """Bits of the first hop of "hierarchical": 8, or None for the reduce dtype."""
+
     min_numel: int = 0
     """FSDP units with fewer elements are reduced by stock FSDP2."""
 
@@ -71,6 +74,10 @@ class LoCoConfig:
             # A bool equals 0 or 1, and 4.0 equals 4: neither is what the field means.
             if type(value) is not type(allowed[0]) or value not in allowed:
                 self._refuse(name, f"one of {', '.join(map(repr, allowed))}")
+        if self.intra_node_bits is not None and (
+            type(self.intra_node_bits) is not int or self.intra_node_bits != 8
+        ):
+            self._refuse("intra_node_bits", "8 or None")
         if type(self.beta) not in (float, int) or not 0 <= self.beta < 1:
             self._refuse("beta", "a number with 0 <= beta < 1")
         for name in ("error_feedback", "check_ranks"):

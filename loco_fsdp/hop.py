@@ -14,9 +14,18 @@ class Hop:
     """What a unit keeps for one exchange between `peers` ranks.
 
     Everything is made on the stream that first encodes.
+
+    Args:
+        peers: ranks that this one sends to, itself included.
+        config: of the unit.
+        backend: what runs the codec.
+        bits: of a code; None: as `config` says.
     """
 
-    def __init__(self, peers: int, config: LoCoConfig, backend: str) -> None:
+    def __init__(
+        self, peers: int, config: LoCoConfig, backend: str, bits: int | None = None
+    ) -> None:
+        self.bits = config.bits if bits is None else bits
         dtype: torch.dtype = getattr(torch, config.error_dtype)
         self.error = ErrorBuffer(peers, config.block_size, dtype)
         self._beta = config.beta

@@ -34,8 +34,9 @@ class LoCoReduceScatter(Reducer):
     3. Decode: sum the shard over all ranks in float32, in the order of ranks, and cast it.
 
     Hierarchical, where `groups` are given: first a reduce-scatter inside the node in the dtype of
-    the gradient, one for each node that the result is for; then the three steps with the node's sum
-    instead of the gradient, between ranks at the same place in their nodes.
+    the gradient, one for each node that the result is for, or with `intra_node_bits` the three
+    steps above inside the node; then the three steps with the node's sum instead of the gradient,
+    between ranks at the same place in their nodes.
 
     FSDP2 calls `allocate` for `input_tensor` `[world_size * shard]` on the compute stream and for
     `output_tensor` `[shard]` on the reduce-scatter stream, then this object on the latter. The
@@ -60,6 +61,10 @@ class LoCoReduceScatter(Reducer):
         peers = unit.world_size if groups is None else groups.inter.size()
         self._hop = Hop(peers, config, backend)
         self.hops = [self._hop]
+        self._intra_hop: Hop | None = None
+        if groups is not None and config.intra_node_bits is not None:
+            self._intra_hop = Hop(unit.world_size, config, backend, config.intra_node_bits)
+            self.hops.append(self._intra_hop)
         self._node_size = node_size
         self._workspace = workspace
         self._stock = unit.reduce_scatter
@@ -73,12 +78,13 @@ class LoCoReduceScatter(Reducer):
         self.choose_scaling()
 
     def remove(self) -> None:
-        """Put back what was there before `install`, and free the error buffer."""
+        """Put back what was there before `install`, and free the error buffers."""
         self.unit.force_sum = self._stock_force_sum
         self.unit.unwatch()
         self.unit.reduce_scatter = self._stock
         self.bypass_reason = "detached"
-        self._hop.error.state = None
+        for hop in self.hops:
+            hop.error.state = None
 
     @property
     def inactive_reason(self) -> str | None:
@@ -126,13 +132,14 @@ class LoCoReduceScatter(Reducer):
             rows = input_tensor.view(world_size, -1)
             if self._groups is None:
                 wire_bytes = self._exchange(rows, output_tensor, group)
+                self.reset_if_due()
                 sent, sent_to_nodes = world_size - 1, remote_peers(group, self._node_size)
                 self.counters.add(wire_bytes * sent, wire_bytes * sent_to_nodes, baseline_bytes)
             else:
                 intra, inter = self._groups.intra, self._groups.inter
-                node_sum = self._reduce_inside_node(rows, intra)
+                node_sum, intra_bytes = self._reduce_inside_node(rows, intra)
                 wire_bytes = self._exchange(node_sum, output_tensor, inter) * (inter.size() - 1)
-                intra_bytes = node_sum.nbytes * (intra.size() - 1)
+                self.reset_if_due()
                 self.counters.add(wire_bytes + intra_bytes, wire_bytes, baseline_bytes)
         self.choose_scaling()
         return work
@@ -155,46 +162,62 @@ class LoCoReduceScatter(Reducer):
             )
         check_gradient_dtype(f"FSDP unit {self.unit.name!r}: loco-fsdp", input_tensor.dtype)
 
-    def _reduce_inside_node(self, rows: Tensor, intra: dist.ProcessGroup) -> Tensor:
-        """Sums of this node's ranks for all ranks at the same place in theirs, `[node, shard]`."""
-        by_node = rearrange(rows, "(node local) shard -> node (local shard)", local=intra.size())
-        shape = (by_node.shape[0], rows.shape[1])
+    def _reduce_inside_node(self, rows: Tensor, intra: dist.ProcessGroup) -> tuple[Tensor, int]:
+        """Sums of this node's ranks for all ranks at the same place in theirs, `[node, shard]`.
+
+        Also returns the bytes that this rank sent.
+        """
+        num_nodes = rows.shape[0] // intra.size()
+        shape = (num_nodes, rows.shape[1])
         node_sum = self._workspace.get("node sum", shape, rows.device, rows.dtype)
-        reduce_scatters(list(node_sum), list(by_node), intra)
-        return node_sum
+        if self._intra_hop is None:
+            by_node = rearrange(rows, "(node local) shard -> node (local shard)", node=num_nodes)
+            reduce_scatters(list(node_sum), list(by_node), intra)
+            return node_sum, node_sum.nbytes * (intra.size() - 1)
+        table, _, send, receive = self._encode(self._intra_hop, rows, rows.shape[1])
+        by_node = rearrange(send, "(node local) byte -> node local byte", node=num_nodes)
+        received = rearrange(receive, "(node local) byte -> node local byte", node=num_nodes)
+        for node in range(num_nodes):
+            dist.all_to_all_single(received[node], by_node[node], group=intra)
+            self._intra_hop.decode(received[node], node_sum[node], table)
+        return node_sum, num_nodes * table.layout.bytes_per_shard * (intra.size() - 1)
 
     def _exchange(self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup) -> int:
         """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
-        device = gradient.device
-        table, feedback = self._table(self.unit.active, output_tensor.numel(), device)
-        layout = table.layout
-        shape = (gradient.shape[0], layout.bytes_per_shard)
-        send = self._workspace.get("send", shape, device)
-        receive = self._workspace.get("receive", shape, device)
-        self._hop.reserve(gradient.shape[0] * layout.num_blocks, device)
-        self._hop.encode(gradient, send, table, feedback)
+        table, feedback, send, receive = self._encode(self._hop, gradient, output_tensor.numel())
         dist.all_to_all_single(receive, send, group=group)
         self._hop.decode(receive, output_tensor, table)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1
-        self.reset_if_due()
-        return layout.bytes_per_shard
+        return table.layout.bytes_per_shard
+
+    def _encode(
+        self, hop: Hop, gradient: Tensor, shard_numel: int
+    ) -> tuple[BlockTable, bool, Tensor, Tensor]:
+        """Encode `gradient` `[peers, shard]`; its blocks, and buffers to send and to receive."""
+        device = gradient.device
+        table, feedback = self._table(hop, self.unit.active, shard_numel, device)
+        shape = (gradient.shape[0], table.layout.bytes_per_shard)
+        send = self._workspace.get("send", shape, device)
+        receive = self._workspace.get("receive", shape, device)
+        hop.reserve(gradient.shape[0] * table.layout.num_blocks, device)
+        hop.encode(gradient, send, table, feedback)
+        return table, feedback, send, receive
 
     def _make_table(
-        self, active: tuple[int, ...], shard_numel: int, device: torch.device
+        self, hop: Hop, active: tuple[int, ...], shard_numel: int, device: torch.device
     ) -> tuple[BlockTable, bool]:
         """Blocks and rows of the parameters with a gradient, and whether their errors are used.
 
         An error belongs to a parameter. Where the parameters do not add up to the gradient, nobody
         knows whose elements these are: they are sent without feedback, as one part.
         """
-        bits, block_size = self.config.bits, self.config.block_size
+        bits, block_size = hop.bits, self.config.block_size
         numels = tuple(self.unit.shard_numels[index] for index in active)
         if sum(numels) != shard_numel:
             return BlockLayout((shard_numel,), bits, block_size).place(device), False
         layout = BlockLayout(numels, bits, block_size)
         if not self.config.error_feedback:
             return layout.place(device), False
-        error = self._hop.error
-        error.add(dict(zip(active, layout.blocks_per_part, strict=True)), device)
-        return layout.place(device, error.rows_of(active)), True
+        hop.error.add(dict(zip(active, layout.blocks_per_part, strict=True)), device)
+        return layout.place(device, hop.error.rows_of(active)), True

@@ -196,6 +196,30 @@ def lossless(dtype: torch.dtype) -> tuple[float, int]:
     return reduced(model.weight).unique().item(), loco.units[0].error_bytes
 
 
+def low_bits_inside() -> tuple[float, list[int], dict[str, float]]:
+    """Lossless for 8 and for 4 bits: values 127 and 7 times a scale in separate parameters."""
+    model = Given(weight=(8, 8))
+    fully_shard(model, mesh=cpu_mesh())
+    config = LoCoConfig(topology="hierarchical", node_size=2, block_size=32, intra_node_bits=8)
+    loco = attach(model, config)
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, weight=torch.full((8, 8), 127.0 * 7 * (dist.get_rank() + 1)))
+    error_bytes = [unit.error_bytes for unit in loco.units]
+    return reduced(model.weight).unique().item(), error_bytes, loco.stats()
+
+
+def test_the_first_hop_in_8_bits(ranks: Ranks) -> None:
+    # A shard is 16 elements in one block of 32: in 8 bits 32 bytes of codes and 16 for its scale,
+    # in 4 bits 16 and 16. Two ranks share a node: each sends one shard per node inside of it.
+    for value, error_bytes, stats in ranks(4).run(low_bits_inside):
+        assert value == 127 * 17.5
+        assert error_bytes == [(4 + 2) * (32 * 2 + 4)]
+        assert stats["inter_node_bytes"] == 3 * 32
+        assert stats["wire_bytes"] == 3 * (32 + 2 * 48)
+        assert stats["reductions"] == 3
+
+
 def compare_bytes() -> list[float]:
     bytes_sent = []
     for topology in ("flat", "hierarchical"):
