@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 from torch import nn
 
-from loco_fsdp.codec import GRADIENT_DTYPES, choose_backend
+from loco_fsdp.codec import choose_backend
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
-from loco_fsdp.reducer import Reducer
+from loco_fsdp.reducer import Reducer, unsupported_dtype
 from loco_fsdp.topology import gather
 
 Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
@@ -107,9 +107,7 @@ def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: in
         return "not selected"
     if unit.numel < config.min_numel:
         return f"fewer than min_numel={config.min_numel} elements"
-    if unit.reduce_dtype not in GRADIENT_DTYPES:
-        return f"gradients are reduced in {unit.reduce_dtype}"
-    return None
+    return unsupported_dtype(unit)
 
 
 def _agree(groups: list[dist.ProcessGroup], plans: list[Plan], error: Exception | None) -> None:

@@ -155,7 +155,6 @@ class FSDPUnit:
     def watch(self) -> None:
         """Keep `active` up to date from now on."""
         group = self._group
-        post_backward = group.post_backward
 
         def watched_post_backward(*unused: Any) -> Any:
             self.active = tuple(
@@ -163,7 +162,7 @@ class FSDPUnit:
                 for index, param in enumerate(group.fsdp_params)
                 if _has_gradient(group, param)
             )
-            return post_backward(*unused)
+            return type(group).post_backward(group, *unused)
 
         group.post_backward = watched_post_backward
 

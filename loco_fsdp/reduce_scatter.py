@@ -91,7 +91,7 @@ class LoCoReduceScatter(Reducer):
         """Why this unit is not compressed; a later `set_custom_reduce_scatter` wins."""
         if self.bypass_reason is None and self.unit.reduce_scatter is not self:
             return "another reduce-scatter was set after attaching"
-        return self.bypass_reason
+        return super().inactive_reason
 
     def choose_scaling(self) -> None:
         """Let FSDP2 divide, and only sum here; its own way where its own reduce-scatter runs."""

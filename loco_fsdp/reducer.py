@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from loco_fsdp.codec import GRADIENT_DTYPES
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit
 from loco_fsdp.hop import Hop
 from loco_fsdp.stats import Counters
 from loco_fsdp.topology import gather
+
+
+def unsupported_dtype(unit: FSDPUnit) -> str | None:
+    """Why gradients in the unit's reduce dtype cannot be compressed; None if they can."""
+    if unit.reduce_dtype in GRADIENT_DTYPES:
+        return None
+    return f"gradients are reduced in {unit.reduce_dtype}"
 
 
 class Reducer:
@@ -37,15 +45,15 @@ class Reducer:
         """Whether the next reduction is in full precision."""
         counters = self.counters
         return (
-            self.bypass_reason is not None
+            self.inactive_reason is not None
             or self.paused
             or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
         )
 
     @property
     def inactive_reason(self) -> str | None:
-        """Why this unit is not compressed, now that training may have gone on; None if it is."""
-        return self.bypass_reason
+        """Why this unit is not compressed now; None if it is. The model may have been cast."""
+        return self.bypass_reason or unsupported_dtype(self.unit)
 
     @property
     def error_bytes(self) -> int:

@@ -183,6 +183,24 @@ def test_detach_gives_back_what_was_there(ranks: Ranks) -> None:
         assert error.startswith("RuntimeError: this LoCo is detached already")
 
 
+def cast_later() -> tuple[float, float, str | None, str | None]:
+    """The model becomes float64, which the codec does not take, before its first forward."""
+    model = sharded()
+    loco = attach(model, LoCoConfig(bits=8))
+    before = loco.units[0].bypass_reason
+    model.double()
+    model(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+    assert reduced(model.blocks[0].linear.weight).dtype is torch.float64
+    stats = loco.stats()
+    reason = loco.units[0].bypass_reason
+    return stats["reductions"], stats["bypassed_reductions"], before, reason
+
+
+def test_a_model_that_is_cast_to_another_dtype(ranks: Ranks) -> None:
+    reason = "gradients are reduced in torch.float64"
+    assert ranks(2).run(cast_later) == [(0, 3, None, reason)] * 2
+
+
 def resets() -> list[float]:
     model = sharded()
     loco = attach(model)

@@ -82,15 +82,6 @@ def element_of(chunk: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, CHU
 
 
 @triton.jit
-def is_inside(element, length, ALIGNED: tl.constexpr):
-    """Whether elements are in their block, `[ROWS, CHUNK]`, rather than in the padding."""
-    if ALIGNED:
-        # The same for 8 neighbours, which saves a thread 7 comparisons and predicates.
-        element = element & -8
-    return element < length[:, None]
-
-
-@triton.jit
 def largest_bits(chunks, CHUNKS: tl.constexpr):
     """Bits of max|x| of each block: NaN if there is one, which is above infinity as an integer."""
     largest = tl.abs(chunks[0])
@@ -155,7 +146,6 @@ def quantize_and_pack(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
     """Store the codes of finite `h`; returns what they leave of it, 0 in padding."""
     PLANES: tl.constexpr = 8 // BITS
@@ -194,7 +184,7 @@ def quantize_and_pack(
             left = h[c] - (bits_of(value) ^ (sign << 31)).to(tl.float32, bitcast=True)
             # No code stands for the zeros of the padding.
             element = element_of(c, BITS, BLOCK, CHUNKS)
-            left = tl.where(is_inside(element, length, ALIGNED), left, 0.0)
+            left = tl.where(element < length[:, None], left, 0.0)
         residual = residual + (left,)
         code = (code & code_mask) << (c % PLANES * BITS)
         packed = code if c % PLANES == 0 else packed | code
@@ -206,22 +196,23 @@ def quantize_and_pack(
 
 @triton.jit
 def levels_of(packed, plane: tl.constexpr, BITS: tl.constexpr):
-    """Level, float32, of the codes of one plane of bytes, given as int32.
-
-    8 and 4 bits go to float32 by their bits: `2**23 + n` has n in its low bits.
-    """
-    field = packed >> (plane * BITS)
+    """Level, float32, of the codes of one plane of bytes, given as int32."""
+    SHIFT: tl.constexpr = plane * BITS
     if BITS >= 4:
+        # 2**(23 - SHIFT) + n has n in the bits from SHIFT on: no shift, no conversion. Flipping
+        # the sign bit of a code in two's complement adds HALF to it.
         HALF: tl.constexpr = 2 ** (BITS - 1)
-        # Flipping the sign bit of a code in two's complement adds HALF to it.
-        biased = ((field & (2**BITS - 1)) ^ HALF) | 0x4B000000
-        return biased.to(tl.float32, bitcast=True) - (8388608.0 + HALF)
+        MASK: tl.constexpr = (2**BITS - 1) << SHIFT
+        FLIP: tl.constexpr = (HALF << SHIFT) | ((127 + 23 - SHIFT) << 23)
+        biased = ((packed & MASK) ^ FLIP).to(tl.float32, bitcast=True)
+        return biased - (2.0 ** (23 - SHIFT) + HALF)
     elif BITS == 2:
         # Codes 0, 1 and -1, -2: small and large, of either sign.
+        field = packed >> SHIFT
         magnitude = tl.where(((field ^ (field >> 1)) & 1) != 0, LARGE_LEVEL, SMALL_LEVEL)
         return tl.where((field & 2) != 0, -magnitude, magnitude)
     else:
-        return tl.where((field & 1) != 0, -1.0, 1.0)
+        return tl.where((packed & (1 << SHIFT)) != 0, -1.0, 1.0)
 
 
 @triton.jit
@@ -343,7 +334,6 @@ def encode_blocks(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     ERROR: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
     """Compensate, quantize and pack a tile of one peer, and update its error."""
     if ERROR != "none":
@@ -374,9 +364,7 @@ def encode_blocks(
     tl.store(scales_ptr + wire // 4 + block, tl.where(finite, scale, float("nan")), mask=exists)
     code_pointer = wire_ptr + wire + block[:, None] * (BLOCK * BITS // 8)
     sent_scale = tl.where(finite, scale, 0.0)
-    residual = quantize_and_pack(
-        h, sent_scale, length, code_pointer, exists, BITS, BLOCK, CHUNKS, ALIGNED
-    )
+    residual = quantize_and_pack(h, sent_scale, length, code_pointer, exists, BITS, BLOCK, CHUNKS)
     tl.store(square_pointer + 1, sum_of_squares(residual, CHUNKS), mask=exists)
 
     if ERROR != "none":

@@ -98,7 +98,6 @@ def _compensate_quantize_pack_kernel(
         BLOCK,
         CHUNKS,
         ERROR,
-        ALIGNED,
     )
 
 
@@ -166,6 +165,6 @@ def compensate_quantize_pack(
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
             ALIGNED=aligned,
-            **launch_options(),
+            **launch_options(bits),
             **arguments,
         )

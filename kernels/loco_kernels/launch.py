@@ -21,8 +21,9 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 128
 _ELEMENTS_PER_THREAD = 32
 _VECTOR_BYTES = 16
-# Enough for all variants without spilling, and for four programs on a multiprocessor.
-_MAX_REGISTERS = 120
+# Without a limit the compiler takes more. These leave nothing to spill, and room on a multiprocessor
+# of 65,536 registers for four programs of 8 and 4 bits, or three of 2 and 1.
+_MAX_REGISTERS = {8: 120, 4: 120, 2: 168, 1: 168}
 
 
 class Tile(NamedTuple):
@@ -45,11 +46,11 @@ def tile(bits: int, block_size: int, *dtypes: torch.dtype) -> Tile:
     )
 
 
-def launch_options() -> dict[str, object]:
+def launch_options(bits: int) -> dict[str, object]:
     """Options of the compiler: no `a * b + c` in one rounding, which eager PyTorch does not do."""
     if torch.version.hip:
         return {"num_warps": _THREADS // 64, "enable_fp_fusion": False}
-    return {"num_warps": _THREADS // 32, "enable_fp_fusion": False, "maxnreg": _MAX_REGISTERS}
+    return {"num_warps": _THREADS // 32, "enable_fp_fusion": False, "maxnreg": _MAX_REGISTERS[bits]}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loco_kernels.blocks import element_of, encode_blocks, is_inside, locate_blocks, sum_peers
+from loco_kernels.blocks import element_of, encode_blocks, locate_blocks, sum_peers
 from loco_kernels.launch import (
     check_wire,
     device_of,
@@ -65,9 +65,8 @@ def _unpack_reduce_requantize_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     ERROR: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
-    block, exists, _, length = locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS, ALIGNED)
+    block, exists, _, length = locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS, False)
     total = sum_peers(
         received_ptr,
         received_scales_ptr,
@@ -83,7 +82,7 @@ def _unpack_reduce_requantize_kernel(
     gradient = ()
     for c in tl.static_range(CHUNKS):
         # Codes of the padding may stand for anything.
-        inside = is_inside(element_of(c, BITS, BLOCK, CHUNKS), length, ALIGNED)
+        inside = element_of(c, BITS, BLOCK, CHUNKS) < length[:, None]
         gradient = gradient + (tl.where(inside, total[c] * factor, 0.0),)
 
     encode_blocks(
@@ -108,7 +107,6 @@ def _unpack_reduce_requantize_kernel(
         BLOCK,
         CHUNKS,
         ERROR,
-        ALIGNED,
     )
 
 
@@ -128,7 +126,6 @@ def unpack_reduce_requantize(
     error_scale: Tensor | None = None,
     beta: float = 0.0,
     factor: float = 1.0,
-    aligned: bool = False,
 ) -> None:
     """Launch the kernel on the device of `received` and its current stream.
 
@@ -144,7 +141,6 @@ def unpack_reduce_requantize(
         error_scale: `[1, num_rows]` float32, powers of two.
         beta: weight of the old error in the new one.
         factor: of the sum.
-        aligned: the number of elements of every parameter's part is a multiple of 8.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -182,7 +178,6 @@ def unpack_reduce_requantize(
             factor=factor,
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
-            ALIGNED=aligned,
-            **launch_options(),
+            **launch_options(bits),
             **arguments,
         )
