@@ -45,7 +45,8 @@ class Reducer:
         """Whether the next reduction is in full precision."""
         counters = self.counters
         return (
-            self.inactive_reason is not None
+            self.bypass_reason is not None
+            or unsupported_dtype(self.unit) is not None
             or self.paused
             or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
         )

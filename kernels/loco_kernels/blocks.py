@@ -187,7 +187,7 @@ def quantize_and_pack(
             left = tl.where(element < length[:, None], left, 0.0)
         residual = residual + (left,)
         code = (code & code_mask) << (c % PLANES * BITS)
-        packed = code if c % PLANES == 0 else packed | code
+        packed = code if c % PLANES == 0 else packed | code  # noqa: F821 - plane 0 is first
         if c % PLANES == PLANES - 1:
             byte = element_of(c - c % PLANES, BITS, BLOCK, CHUNKS)
             tl.store(code_pointer + byte, packed.to(tl.uint8), mask=exists[:, None])

@@ -21,8 +21,8 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 128
 _ELEMENTS_PER_THREAD = 32
 _VECTOR_BYTES = 16
-# Without a limit the compiler takes more. These leave nothing to spill, and room on a multiprocessor
-# of 65,536 registers for four programs of 8 and 4 bits, or three of 2 and 1.
+# Without a limit the compiler takes more. These leave nothing to spill, and room on a
+# multiprocessor of 65,536 registers for four programs of 8 and 4 bits, or three of 2 and 1.
 _MAX_REGISTERS = {8: 120, 4: 120, 2: 168, 1: 168}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from loco_kernels.compensate_quantize_pack import compensate_quantize_pack
-from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
-from loco_kernels.unpack_reduce_requantize import unpack_reduce_requantize
 from torch import Tensor
 
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockTable
+from loco_kernels.compensate_quantize_pack import compensate_quantize_pack
+from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
+from loco_kernels.unpack_reduce_requantize import unpack_reduce_requantize
 
 _VECTOR_ELEMENTS = 8  # of 16 bits in a load of 16 bytes
 

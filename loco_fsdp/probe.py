@@ -1,0 +1,195 @@
+"""Measures this cluster, and feeds `loco_fsdp.plan` with it. On every node:
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \\
+        -m loco_fsdp.probe --parameters 8e9 --compute 2s
+
+All ranks exchange at once, as in training: first with ranks of other nodes only, then inside of
+their nodes; then all of them encode and decode a gradient. NCCL on GPUs, gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.plan import Cluster, add_job_options, job_from_options, report
+from loco_fsdp.topology import ranks_per_node
+
+_WARMUP = 2
+
+
+def measure_cluster(
+    config: LoCoConfig, device: torch.device, *, exchange_bytes: int, numel: int, repeats: int = 5
+) -> Cluster:
+    """The `Cluster` that these ranks are. A collective of all ranks.
+
+    Args:
+        config: of the codec, and `node_size`.
+        device: where gradients are.
+        exchange_bytes: that each rank sends, in each exchange.
+        numel: elements of the gradient that each rank encodes.
+        repeats: of each measurement; the median counts.
+
+    Raises:
+        ValueError: there is one rank, or ranks do not fill nodes.
+    """
+    world_size, node_size = dist.get_world_size(), ranks_per_node(config.node_size)
+    if world_size == 1:
+        raise ValueError("world_size=1: nothing is sent; start at least two ranks with torchrun")
+    if world_size % node_size:
+        raise ValueError(
+            f"node_size={node_size!r}: {world_size} ranks do not fill nodes of that size; "
+            "set LOCAL_WORLD_SIZE, or start as many ranks on each node"
+        )
+    nodes = world_size // node_size
+    inter = intra = None
+    if nodes > 1:
+        seconds = _exchange_seconds(device, exchange_bytes, node_size, repeats, inside=False)
+        inter = 8 * exchange_bytes * node_size / seconds
+    if node_size > 1:
+        seconds = _exchange_seconds(device, exchange_bytes, node_size, repeats, inside=True)
+        intra = 8 * exchange_bytes / seconds
+    # A link that is not there has no bytes to carry: any number will do.
+    inter_bandwidth, intra_bandwidth = inter or intra, intra or inter
+    assert inter_bandwidth is not None and intra_bandwidth is not None
+    return Cluster(
+        num_nodes=nodes,
+        ranks_per_node=node_size,
+        inter_bandwidth=inter_bandwidth,
+        intra_bandwidth=intra_bandwidth,
+        codec_rate=4 * numel / _codec_seconds(config, device, numel, world_size, repeats),
+        stock_factor=2.0 if dist.get_backend() == "gloo" else 1.0,
+    )
+
+
+def _exchange_seconds(
+    device: torch.device, num_bytes: int, node_size: int, repeats: int, *, inside: bool
+) -> float:
+    """Seconds in which each rank sends `num_bytes`, inside of its node or to other nodes."""
+    world_size, node = dist.get_world_size(), dist.get_rank() // node_size
+    peers = [
+        rank
+        for rank in range(world_size)
+        if rank != dist.get_rank() and (rank // node_size == node) == inside
+    ]
+    part_bytes = -(-num_bytes // len(peers))
+    sizes = [part_bytes if rank in peers else 0 for rank in range(world_size)]
+    send = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    receive = torch.empty_like(send)
+    return _median_seconds(
+        lambda: dist.all_to_all_single(receive, send, sizes, sizes), device, repeats
+    )
+
+
+def _codec_seconds(
+    config: LoCoConfig, device: torch.device, numel: int, peers: int, repeats: int
+) -> float:
+    """Seconds in which a rank encodes `numel` elements for `peers` and decodes as many."""
+    backend = choose_backend(config.backend, device)
+    shard = -(-numel // peers)
+    layout = BlockLayout((shard,), config.bits, config.block_size)
+    table = layout.place(device)
+    gradient = torch.randn(peers, shard, device=device)
+    output = torch.empty(shard, device=device)
+    wire = torch.zeros(peers, layout.bytes_per_shard, dtype=torch.uint8, device=device)
+    stats = EncodeStats(
+        torch.zeros(peers, layout.num_blocks, 2, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    error = None
+    if config.error_feedback:
+        error = ErrorState(
+            torch.zeros(
+                peers,
+                layout.num_blocks,
+                config.block_size,
+                dtype=getattr(torch, config.error_dtype),
+                device=device,
+            ),
+            torch.zeros(peers, layout.num_blocks, device=device),
+        )
+
+    def encode_and_decode() -> None:
+        encode(gradient, wire, table, stats, error, config.beta, backend=backend)
+        decode(wire, output, table, backend=backend)
+
+    return _median_seconds(encode_and_decode, device, repeats)
+
+
+def _median_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of `function` on the slowest rank, after a warm-up."""
+    seconds = []
+    for _ in range(_WARMUP + repeats):
+        dist.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        function()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds[_WARMUP:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    slowest_s: list[float] = slowest.tolist()
+    return median(slowest_s)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(cluster: Cluster) -> str:
+    """What was measured, in units that people use."""
+    lines = [f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} ranks"]
+    if cluster.num_nodes > 1:
+        lines.append(f"between nodes: {cluster.inter_bandwidth / 1e9:.4g} Gb/s a node")
+    if cluster.ranks_per_node > 1:
+        lines.append(f"inside a node: {cluster.intra_bandwidth / 1e9:.4g} Gb/s a rank")
+    lines.append(f"codec: {cluster.codec_rate / 1e9:.4g} GB/s of float32 gradient a rank")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; see the module."""
+    parser = argparse.ArgumentParser("-m loco_fsdp.probe", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--exchange-mb", type=float, default=64.0, help="that a rank sends at once")
+    parser.add_argument("--codec-elements", type=int, default=2**24, help="in an encoded gradient")
+    parser.add_argument("--repeats", type=int, default=5)
+    add_job_options(parser)
+    options = parser.parse_args(argv)
+    try:
+        job = job_from_options(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if "RANK" not in os.environ:
+        parser.error("RANK is not set: start the probe with torchrun")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        cluster = measure_cluster(
+            job.loco,
+            device,
+            exchange_bytes=int(options.exchange_mb * 1e6),
+            numel=options.codec_elements,
+            repeats=options.repeats,
+        )
+        if dist.get_rank() == 0:
+            print(f"{describe(cluster)}\n\n{report(cluster, job)}", flush=True)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,294 @@
+"""One rank of the bandwidth lab: trains the lab's model in every way of reducing, in turns.
+
+`lab.py` starts it on a node. It reads lines from stdin, `measure` or `probe`, answers each with one
+line of JSON on stdout, and ends when stdin closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from loco_fsdp import LoCoConfig, LoCoFSDP, attach
+from loco_fsdp.all_reduce import LoCoAllReduce
+from loco_fsdp.fsdp_compat import fsdp_units
+from loco_fsdp.probe import measure_cluster
+from loco_fsdp.reduce_scatter import LoCoReduceScatter
+
+_INTERFACES = Path("/sys/class/net")
+
+# No way to reduce, but a step in which each rank shards over itself only, and sends nothing.
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What all ranks are told; see the options of `lab.py`."""
+
+    num_nodes: int
+    ranks_per_node: int
+    ways: list[str]
+    num_layers: int
+    dim: int
+    batch_size: int
+    param_dtype: str
+    reduce_dtype: str
+    loco: dict[str, Any]
+    warmup: int
+    steps: int
+    timeout_s: float
+    store: str
+
+
+def _mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
+    shape = (num_replicas, num_shards)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+class Stopwatch:
+    """Seconds spent inside the functions it times; a call inside another counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - start
+
+        return call
+
+
+class TimedReduceScatter:
+    """A `ReduceScatter` of FSDP2 whose calls are timed."""
+
+    def __init__(self, reduce_scatter: Any, stopwatch: Stopwatch) -> None:
+        self.allocate = reduce_scatter.allocate
+        self._call = stopwatch.timed(reduce_scatter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+class AllToAllReduceScatter:
+    """An all-to-all of the gradient as it is, and a float32 sum: 16 bits without feedback.
+
+    1. `all_to_all_single` of `input_tensor` `[world_size * shard]` in its dtype.
+    2. Sum over ranks in float32, into `output_tensor` `[shard]`.
+    """
+
+    def __init__(self) -> None:
+        self._received: Tensor | None = None
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if self._received is None or self._received.numel() != input_tensor.numel():
+            self._received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(self._received, input_tensor, group=group)
+        rows = self._received.view(group.size(), -1)
+        output_tensor.copy_(rows.sum(dim=0, dtype=torch.float32))
+
+
+class RingReduceScatter(AllToAllReduceScatter):
+    """A ring in the dtype of the gradient: what NCCL sends, where gloo all-reduces instead.
+
+    Each rank passes on, to the next one, the sum so far of a shard `[shard]` of `input_tensor`,
+    which ends at its owner after `world_size - 1` steps.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        world_size, rank = group.size(), group.rank()
+        rows = input_tensor.view(world_size, -1)
+        following, previous = ((rank + step) % world_size for step in (1, -1))
+        total = rows[previous]
+        for step in range(2, world_size + 1):
+            received = torch.empty_like(total)
+            # In this order: gloo tells a peer that it may send behind what it is sending itself.
+            receiving = dist.irecv(received, group=group, group_src=previous)
+            sending = dist.isend(total, group=group, group_dst=following)
+            receiving.wait()
+            sending.wait()
+            total = received.add_(rows[(rank - step) % world_size])
+        output_tensor.copy_(total)
+
+
+class Trainee:
+    """A model, and the way in which its gradients are reduced."""
+
+    def __init__(self, way: str, spec: RankSpec, stopwatch: Stopwatch) -> None:
+        self.way = way
+        torch.manual_seed(0)
+        self._model = nn.Sequential(
+            *(nn.Linear(spec.dim, spec.dim, bias=False) for _ in range(spec.num_layers))
+        )
+        self._shard(spec)
+        self._batch = torch.randn(spec.batch_size, spec.dim)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        for unit in fsdp_units(self._model):
+            if "loco" not in way:  # LoCo gives way to a reduce-scatter that is set after it
+                unit.reduce_scatter = TimedReduceScatter(unit.reduce_scatter, stopwatch)
+
+    def _shard(self, spec: RankSpec) -> None:
+        scheme, _, reduction = self.way.partition("-")
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "alltoall": torch.bfloat16}
+        reduce_dtype = dtypes.get(reduction, getattr(torch, spec.reduce_dtype))
+        arguments: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=getattr(torch, spec.param_dtype),
+                reduce_dtype=reduce_dtype,
+            )
+        }
+        if scheme == "hsdp":
+            arguments["mesh"] = _mesh(spec.num_nodes, spec.ranks_per_node)
+        elif self.way == COMPUTE:
+            arguments["mesh"] = _mesh(spec.num_nodes * spec.ranks_per_node, 1)["shard"]
+        config = LoCoConfig.from_dict({**spec.loco, "node_size": spec.ranks_per_node})
+        if self.way == "hsdp-loco":
+            LoCoFSDP(self._model, config, wrap=nn.Linear, **arguments)
+            return
+        for layer in self._model:
+            fully_shard(layer, **arguments)
+        fully_shard(self._model, **arguments)
+        if scheme == "loco":
+            attach(self._model, LoCoConfig.from_dict({**config.to_dict(), "topology": reduction}))
+        elif scheme == "ring" or reduction == "alltoall":
+            comm = RingReduceScatter() if scheme == "ring" else AllToAllReduceScatter()
+            for layer in self._model:
+                layer.set_custom_reduce_scatter(comm)
+                layer.set_force_sum_reduction_for_comms(True)
+
+    def step(self) -> None:
+        """One training step."""
+        hidden = self._batch
+        hidden = self._model(hidden)
+        hidden.float().square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure(trainees: list[Trainee], stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
+    """Steps of all trainees in turns; seconds and bytes of each step, by way.
+
+    Bytes are what the interfaces of this node counted, loopback (`local`) and link (`link`).
+    """
+    results: dict[str, Any] = {
+        trainee.way: {"step_s": [], "reduce_s": [], "link": [], "local": []} for trainee in trainees
+    }
+    for step in range(spec.warmup + spec.steps):
+        for trainee in trainees:
+            stopwatch.seconds = 0.0
+            dist.barrier()
+            link, local, start = sent_bytes("eth0"), sent_bytes("lo"), time.perf_counter()
+            trainee.step()
+            seconds = time.perf_counter() - start
+            dist.barrier()
+            if step >= spec.warmup:
+                values = {
+                    "step_s": seconds,
+                    "reduce_s": stopwatch.seconds,
+                    "link": sent_bytes("eth0") - link,
+                    "local": sent_bytes("lo") - local,
+                }
+                for name, value in values.items():
+                    results[trainee.way][name].append(value)
+    return results
+
+
+def probe(stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
+    """What the planner wants to know: the cluster, and the seconds of a step without sending."""
+    numel = spec.dim * spec.dim
+    config = LoCoConfig.from_dict({**spec.loco, "node_size": spec.ranks_per_node})
+    cluster = measure_cluster(config, torch.device("cpu"), exchange_bytes=4 * numel, numel=numel)
+    alone = measure([Trainee(COMPUTE, spec, stopwatch)], stopwatch, spec)
+    return {"cluster": asdict(cluster), "compute_s": median(alone[COMPUTE]["step_s"])}
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that an interface of this node has sent, by its own counter."""
+    return int((_INTERFACES / interface / "statistics" / "tx_bytes").read_text())
+
+
+def commands() -> queue.Queue[str]:
+    """Lines of stdin; when it closes, also in the middle of a step, this process ends."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line.strip())
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def main() -> None:
+    rank, spec = int(sys.argv[1]), RankSpec(**json.loads(sys.argv[2]))
+    lines = commands()
+    torch.set_num_threads(1)
+    world_size = spec.num_nodes * spec.ranks_per_node
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(spec.store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=spec.timeout_s),
+    )
+    stopwatch = Stopwatch()
+    # Stock FSDP2 reduces over replicas by dist.all_reduce, and no other step here calls it.
+    dist.all_reduce = stopwatch.timed(dist.all_reduce)
+    for reducer in (LoCoReduceScatter, LoCoAllReduce):
+        reducer.__call__ = stopwatch.timed(reducer.__call__)  # type: ignore[method-assign]
+    trainees = [Trainee(way, spec, stopwatch) for way in spec.ways]
+    while True:
+        if lines.get() == "probe":
+            answer = probe(stopwatch, spec)
+        else:
+            answer = measure(trainees, stopwatch, spec)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

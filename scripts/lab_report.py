@@ -1,0 +1,155 @@
+"""What the bandwidth lab makes of the steps it has measured: tables, a plot, the planner's view."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lab_rank import RankSpec
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.plan import Cluster, Job, predict
+
+_PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
+
+
+def summarize(answers: list[dict[str, Any]], spec: RankSpec) -> dict[str, dict[str, Any]]:
+    """Medians over steps by way, from what all ranks measured.
+
+    A step takes as long as on its slowest rank, a reduction as long as on average: the first rank
+    to arrive waits in it for the last. Bytes are those of a node, on average; `steps` has them all.
+    """
+    rows = {}
+    nodes = answers[:: spec.ranks_per_node]
+    for way in spec.ways:
+        of_ranks, of_nodes = [answer[way] for answer in answers], [answer[way] for answer in nodes]
+        steps = {
+            "step_s": [max(seconds) for seconds in _by_step(of_ranks, "step_s")],
+            "reduce_s": [_mean(seconds) for seconds in _by_step(of_ranks, "reduce_s")],
+            "node_bytes": [_mean(sent) for sent in _by_step(of_nodes, "link")],
+            "local_bytes": [_mean(sent) for sent in _by_step(of_nodes, "local")],
+        }
+        rows[way] = {**{name: median(values) for name, values in steps.items()}, "steps": steps}
+    return rows
+
+
+def _by_step(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[float, ...]]:
+    return list(zip(*(rank[name] for rank in ranks), strict=True))
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values)
+
+
+def add_plan(measured: dict[str, Any], probed: dict[str, Any], spec: RankSpec) -> None:
+    """Put what the planner predicts beside what was measured.
+
+    Args:
+        measured: of one bandwidth; its ways get `plan`, with the ratios predicted / measured.
+        probed: what a rank answered to `probe`.
+        spec: what ranks were told.
+    """
+    measured["probed"] = probed
+    cluster = Cluster(**probed["cluster"])
+    job = Job(
+        num_parameters=spec.num_layers * spec.dim**2,
+        compute_s=probed["compute_s"],
+        param_dtype=spec.param_dtype,
+        reduce_dtype=spec.reduce_dtype,
+        loco=LoCoConfig.from_dict(spec.loco),
+        num_units=spec.num_layers,
+        overlap=0.0,  # gloo's collectives keep the CPU from computing
+    )
+    for way, row in measured["ways"].items():
+        ring = Cluster(**{**probed["cluster"], "stock_factor": 1.0})
+        planned = predict(_PLANNED_AS.get(way, way), ring if way in _PLANNED_AS else cluster, job)
+        row["plan"] = {
+            "node_bytes": planned.inter_node_bytes,
+            "reduce_s": planned.reduce_s,
+            "step_s": planned.step_s,
+        }
+        row["plan"] |= {
+            f"{name}_ratio": value / row[name] if row[name] else float("nan")
+            for name, value in row["plan"].items()
+        }
+
+
+def table(measured: dict[str, Any]) -> str:
+    """The medians of one bandwidth as text, with predicted / measured where there is a plan."""
+    header = ["way", "step ms", "reduction ms", "node sends MB", "over loopback MB"]
+    planned = any("plan" in row for row in measured["ways"].values())
+    rows = [header + ["plan: step", "reduction", "bytes"] * planned]
+    for way, row in measured["ways"].items():
+        cells = [
+            way,
+            f"{row['step_s'] * 1e3:.1f}",
+            f"{row['reduce_s'] * 1e3:.1f}",
+            f"{row['node_bytes'] / 1e6:.3f}",
+            f"{row['local_bytes'] / 1e6:.3f}",
+        ]
+        if planned:
+            names = ("step_s_ratio", "reduce_s_ratio", "node_bytes_ratio")
+            cells += [f"{row['plan'][name]:.2f}" for name in names]
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    if planned:
+        cluster, compute_s = measured["probed"]["cluster"], measured["probed"]["compute_s"]
+        lines.append(
+            f"plan is predicted / measured; probed: {cluster['inter_bandwidth'] / 1e6:.0f} Mb/s "
+            f"between nodes, codec {cluster['codec_rate'] / 1e9:.3g} GB/s, a step without "
+            f"communication {compute_s * 1e3:.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def crossing(rates: list[float], loco_s: list[float], other_s: list[float]) -> float | None:
+    """Bits/s from which on `other` is faster, on a line between two measurements; None: nowhere."""
+    gains = [other - loco for other, loco in zip(other_s, loco_s, strict=True)]
+    for index in range(len(gains) - 1):
+        low, high = gains[index], gains[index + 1]
+        if low > 0 >= high:
+            share = low / (low - high)
+            return rates[index] * float(rates[index + 1] / rates[index]) ** share
+    return None
+
+
+def plot(results: dict[str, Any], path: Path) -> str:
+    """Step time over bandwidth, into `path`; returns where the fastest LoCo stops paying."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = results["runs"]
+    rates = [run["bits_per_s"] for run in runs]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    seconds = {}
+    for way in runs[0]["ways"]:
+        seconds[way] = [run["ways"][way]["step_s"] for run in runs]
+        style = "o-" if "loco" in way else "s--"
+        axes.loglog(rates, seconds[way], style, label=way)
+    lines = []
+    for scheme, prefixes in (("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",))):
+        ways = [way for way in seconds if way.startswith(prefixes)]
+        stock = [way for way in ways if "loco" not in way]
+        loco = [way for way in ways if "loco" in way]
+        if not stock or not loco:
+            continue
+        fastest = [
+            [min(s) for s in zip(*(seconds[w] for w in g), strict=True)] for g in (loco, stock)
+        ]
+        rate = crossing(rates, *fastest)
+        if rate is not None:
+            axes.axvline(rate, color="gray", linewidth=0.8)
+            axes.annotate(f"{scheme}: {rate / 1e9:.2g} Gb/s", (rate, min(fastest[0])), rotation=90)
+        where = "in no place of the sweep" if rate is None else f"from {rate / 1e9:.3g} Gb/s on"
+        lines.append(f"{scheme}: the fastest other way overtakes LoCo {where}")
+    axes.set_xlabel("bandwidth of a node's link (bits/s)")
+    axes.set_ylabel("step (s)")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    return "\n".join(lines)

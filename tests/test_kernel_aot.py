@@ -1,0 +1,278 @@
+"""Kernels compiled ahead of time, for GPUs that this machine need not have.
+
+The launchers run with a recorder in place of the kernel; what they would launch is then compiled,
+in other processes, since this one may interpret its kernels. A variant takes seconds, so not every
+product of options is compiled. For sm_90: every pair of width and error dtype, with the gradient
+dtypes by turns; every block size, and unaligned parts, with the default options; every width of the
+other two kernels. For sm_80, sm_100 and gfx942: each kernel, with the error dtype that none of them
+converts alike (float8) and with a float one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+GRADIENT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+ERROR_DTYPES = (
+    torch.float16,
+    None,
+    torch.float32,
+    torch.bfloat16,
+    torch.int8,
+    torch.float8_e4m3fn,
+)
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as a launcher would launch it, and the GPU to compile it for."""
+
+    kernel: str
+    gradient: torch.dtype = torch.bfloat16
+    error: torch.dtype | None = torch.float16
+    bits: int = 4
+    block_size: int = 256
+    aligned: bool = True
+    target: str = "sm_90"
+
+    def __str__(self) -> str:
+        dtypes = (self.gradient, self.error)
+        return "-".join(
+            [
+                self.kernel,
+                *(str(dtype).removeprefix("torch.") for dtype in dtypes),
+                f"{self.bits}bit",
+                str(self.block_size),
+                "aligned" if self.aligned else "unaligned",
+                self.target,
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a variant."""
+
+    variant: Variant
+    registers: int
+    spilled_bytes: int
+    assembly: str
+    ttir: str
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile what the launcher would launch; runs in a process that does not interpret."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, arguments = _record(variant)
+    constants = {name for name in arguments if name.isupper()}
+    options = {name: arguments.pop(name) for name in set(arguments) - set(kernel.arg_names)}
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if name in constants or value is None:
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    target = GPUTarget("cuda", int(variant.target[3:]), 32)
+    if variant.target == "gfx942":
+        target = GPUTarget("hip", variant.target, 64)
+        options = {"num_warps": 2, "enable_fp_fusion": False}
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    compiled = triton.compile(source, target=target, options=options)
+    if target.backend == "hip":
+        return _read_amd(variant, compiled)
+    return _read_cuda(variant, compiled, Path(triton.__file__).parent)
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **arguments: self.arguments.update(arguments)
+
+
+def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
+    """The kernel and the arguments by which its launcher launches it."""
+    import importlib
+
+    from loco_fsdp.codec.layout import BlockLayout
+
+    module = importlib.import_module(f"loco_kernels.{variant.kernel}")
+    name = f"_{variant.kernel}_kernel"
+    kernel, recorder = getattr(module, name), _Recorder()
+    setattr(module, name, recorder)
+    module.device_of = lambda x: nullcontext()
+
+    layout = BlockLayout((1024,), variant.bits, variant.block_size)
+    table = layout.place(torch.device("cpu"))
+    wire = torch.zeros(1, layout.bytes_per_shard, dtype=torch.uint8)
+    flat = torch.zeros(1, 1024, dtype=variant.gradient)
+    error = {}
+    if variant.error is not None:
+        shape = (1, layout.num_blocks, variant.block_size)
+        error["payload"] = torch.zeros(shape, dtype=variant.error)
+        error["error_scale"] = torch.zeros(1, layout.num_blocks)
+    common = {
+        "scales_offset": layout.scales_offset,
+        "bits": variant.bits,
+        "block_size": variant.block_size,
+    }
+    stats = {
+        "squares": torch.zeros(1, layout.num_blocks, 2),
+        "nonfinite": torch.zeros(1, dtype=torch.int64),
+    }
+    launch = getattr(module, variant.kernel)
+    if variant.kernel == "compensate_quantize_pack":
+        launch(flat, wire, *table[1:], **common, **stats, **error, aligned=variant.aligned)
+    elif variant.kernel == "unpack_dequantize_reduce":
+        launch(wire, flat[0], *table[1:3], **common, aligned=variant.aligned)
+    else:
+        launch(wire, wire, *table[1:], **common, **stats, **error)
+    setattr(module, name, kernel)
+    return kernel, recorder.arguments
+
+
+def _read_cuda(variant: Variant, compiled: Any, triton_folder: Path) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        cuobjdump = triton_folder / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run(
+            [cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    registers, stack, local = (
+        int(re.search(rf"{name}:(\d+)", usage)[1])  # type: ignore[index]
+        for name in ("REG", "STACK", "LOCAL")
+    )
+    return Compiled(variant, registers, stack + local, compiled.asm["ptx"], compiled.asm["ttir"])
+
+
+def _read_amd(variant: Variant, compiled: Any) -> Compiled:
+    assembly = compiled.asm["amdgcn"]
+    registers, spilled = (
+        int(re.search(rf"\.{name}:\s*(\d+)", assembly)[1])  # type: ignore[index]
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return Compiled(variant, registers, spilled, assembly, compiled.asm["ttir"])
+
+
+def _prepare(cache: str) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def compile_all(variants: list[Variant], cache: Path, processes: int) -> list[Compiled]:
+    """Compile in other processes, which share a cache; every one compiles in its turn."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_prepare, initargs=(str(cache),)
+    ) as pool:
+        return list(pool.map(compile_variant, variants))
+
+
+DEFAULT = Variant("compensate_quantize_pack")
+
+
+def variants() -> list[Variant]:
+    dtypes = itertools.cycle(GRADIENT_DTYPES)
+    pairs = itertools.product(ERROR_DTYPES, (8, 4, 2, 1))
+    found = [
+        replace(DEFAULT, gradient=next(dtypes), error=error, bits=bits) for error, bits in pairs
+    ]
+    found += [replace(DEFAULT, gradient=dtype) for dtype in GRADIENT_DTYPES]
+    found += [replace(DEFAULT, block_size=size) for size in (32, 64, 128, 512, 1024)]
+    found += [replace(DEFAULT, aligned=False)]
+    for bits, error in zip((8, 4, 2, 1), ERROR_DTYPES, strict=False):
+        found += [
+            Variant("unpack_dequantize_reduce", next(dtypes), None, bits),
+            Variant("unpack_reduce_requantize", torch.float32, error, bits),
+        ]
+    for target, bits in (("sm_80", 4), ("sm_100", 8), ("gfx942", 2)):
+        float8 = replace(DEFAULT, error=torch.float8_e4m3fn, bits=bits, target=target)
+        found += [
+            float8,
+            replace(float8, kernel="unpack_reduce_requantize", error=torch.bfloat16, bits=4),
+            replace(float8, kernel="unpack_dequantize_reduce", error=None),
+        ]
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Compiled]:
+    results = compile_all(variants(), tmp_path_factory.mktemp("triton"), processes=2)
+    return {result.variant: result for result in results}
+
+
+@pytest.mark.parametrize("variant", variants(), ids=str)
+def test_every_variant_compiles_and_keeps_to_registers(
+    variant: Variant, compiled: dict[Variant, Compiled]
+) -> None:
+    result = compiled[variant]
+    assert result.spilled_bytes == 0
+    assert result.registers <= (120 if variant.bits >= 4 and variant.target != "gfx942" else 168)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+def test_gradient_and_error_move_in_vectors(
+    dtype: torch.dtype, compiled: dict[Variant, Compiled]
+) -> None:
+    """Of a thread's 32 elements: 16 bytes at once, or 8 of the narrower of two dtypes."""
+    assembly = compiled[replace(DEFAULT, gradient=dtype)].assembly
+    loads = Counter(re.findall(r"ld\.global\.v\d\.b32", assembly))
+    if dtype.itemsize == 2:
+        assert loads == {"ld.global.v4.b32": 8}  # 4 of the gradient, 4 of the error
+    else:
+        assert loads == {"ld.global.v4.b32": 8, "ld.global.v2.b32": 8}
+
+
+def test_no_product_of_offsets_is_32_bits_wide(compiled: dict[Variant, Compiled]) -> None:
+    """Programs and strides multiply to more than 2**31 on large models."""
+    for result in compiled.values():
+        assert "arith.muli" in result.ttir
+        assert not re.findall(r"arith\.muli .*[ x]i32\b", result.ttir), result.variant
+
+
+def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -> None:
+    """No contraction beyond `tl.fma`, no flush to zero, no approximate division or root."""
+    for variant, result in compiled.items():
+        if variant.target.startswith("sm_"):
+            assert not re.findall(r"\.ftz|\.approx|\bdiv\.full", result.assembly), variant
+    decoded = compiled[Variant("unpack_dequantize_reduce", bits=4, error=None, target="sm_80")]
+    assert "fma" not in decoded.assembly
+
+
+def test_processes_may_compile_into_one_cache_at_once(tmp_path: Path) -> None:
+    """As the ranks of a node do at their first step; a race fails one of them."""
+    variant = Variant("unpack_dequantize_reduce", error=None, bits=1)
+    for attempt in range(3):
+        results = compile_all([variant] * 4, tmp_path / str(attempt), processes=4)
+        assert len({result.assembly for result in results}) == 1

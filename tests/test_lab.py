@@ -1,0 +1,215 @@
+"""The bandwidth lab, where this machine lets it make network namespaces."""
+
+# ruff: noqa: E402 - the path is set before the imports
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
+
+from lab import parse_options
+from lab_network import LabError, LabNetwork, check_machine
+from lab_report import crossing
+from loco_fsdp.codec import BlockLayout
+
+DIM, NUM_LAYERS = 512, 2
+TINY = [
+    *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s", "--backend", "eager"),
+    *("--ways", "ring-bf16", "loco-flat", "--warmup", "1", "--steps", "5", "--time-limit", "100"),
+]
+
+
+def lacks_namespaces() -> str:
+    try:
+        check_machine()
+    except LabError as error:
+        return str(error)
+    return ""
+
+
+REASON = lacks_namespaces()
+needs_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def namespaces_of(process_id: int) -> list[str]:
+    """Network namespaces of the lab that this process ran, or of a network it has made."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"loco-lab-{process_id}-")]
+
+
+def wait_until_gone(process_id: int) -> None:
+    for _ in range(100):
+        if not namespaces_of(process_id):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"left behind: {namespaces_of(process_id)}")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running lab, whose temporary files go to `tmp_path`; its output is to be read."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / "lab.py"), *TINY, "--json", str(tmp_path / "lab.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+    wait_until_gone(process.pid)
+
+
+def ranks_of(process_id: int) -> list[int]:
+    """Process ids of the lab's two ranks, once they run."""
+    for _ in range(300):
+        names = [line.split()[0] for line in namespaces_of(process_id) if "-node" in line]
+        pids = [
+            int(pid)
+            for name in names
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout.split()
+        ]
+        ranks = [pid for pid in pids if b"lab_rank.py" in command_line(pid)]
+        if len(ranks) == 2:
+            return ranks
+        time.sleep(0.1)
+    raise AssertionError("no ranks were started")
+
+
+def command_line(process_id: int) -> bytes:
+    """Of a process; empty once it is dead, also if nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@needs_namespaces
+def test_bytes_at_the_interface_are_those_of_the_wire_layout(
+    lab: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    printed, errors = lab.communicate(timeout=120)
+    assert lab.returncode == 0, errors
+    assert "loco-flat" in printed
+    assert namespaces_of(lab.pid) == []
+    assert list(tmp_path.glob("loco-lab*")) == []
+
+    (run,) = json.loads((tmp_path / "lab.json").read_text())["runs"]
+    assert run["bits_per_s"] == 2e9
+    for row in run["ways"].values():
+        assert 0 < row["reduce_s"] < row["step_s"]
+        assert {name: len(values) for name, values in row["steps"].items()} == {
+            name: 5 for name in ("step_s", "reduce_s", "node_bytes", "local_bytes")
+        }
+    numel = NUM_LAYERS * DIM * DIM
+    gathered = 2 * 2 * numel / 2  # twice, 2 bytes, to one other rank
+    wire = NUM_LAYERS * BlockLayout((DIM * DIM // 2,), 4, 256).bytes_per_shard
+    loco, ring = (run["ways"][way]["node_bytes"] - gathered for way in ("loco-flat", "ring-bf16"))
+    assert loco == pytest.approx(wire, rel=0.15)
+    assert ring == pytest.approx(2 * numel / 2, rel=0.15)
+
+
+@needs_namespaces
+def test_dead_rank_ends_the_lab_with_its_name(lab: subprocess.Popen[str]) -> None:
+    os.kill(ranks_of(lab.pid)[1], signal.SIGKILL)
+    _, errors = lab.communicate(timeout=60)
+    assert lab.returncode == 1
+    assert "lab: rank " in errors and "ended with" in errors
+    assert namespaces_of(lab.pid) == []
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_killed_lab_leaves_nothing_behind(
+    lab: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    ranks = ranks_of(lab.pid)
+    lab.send_signal(number)
+    lab.communicate(timeout=60)
+    assert lab.returncode != 0
+    wait_until_gone(lab.pid)
+    assert not any(map(command_line, ranks))
+    if number != signal.SIGKILL:
+        assert list(tmp_path.glob("loco-lab*")) == []
+
+
+@needs_namespaces
+def test_two_networks_at_once_and_an_error_inside_of_one() -> None:
+    with LabNetwork(2) as first, pytest.raises(ZeroDivisionError), LabNetwork(2) as second:
+        assert not set(first.nodes) & set(second.nodes)
+        second.limit(1e9)
+        raise ZeroDivisionError
+    assert namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_traffic_inside_a_node_does_not_cross_its_link() -> None:
+    with LabNetwork(2) as network:
+        command = network.command(0, "ip", "route", "get", network.addresses[0])
+        route = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "dev lo" in route
+        command = network.command(0, "ip", "route", "get", network.addresses[1])
+        route = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "dev eth0" in route
+        away = network.command(0, "ip", "route", "get", "192.0.2.1")
+        assert subprocess.run(away, capture_output=True).returncode != 0  # no way out
+
+
+def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="needs root"):
+        check_machine()
+
+
+def test_without_iproute2_the_lab_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LabError, match="apt-get install -y iproute2"):
+        check_machine()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nodes", "1"], "2 nodes or more"),
+        (["--ranks-per-node", "3"], "up to 4 ranks"),
+        (["--rate", "fast"], "bandwidth 'fast'"),
+        (["--plot", "lab.png"], "add --sweep"),
+        (["--steps", "0"], "--steps 0"),
+        (["--ways", "loco-hierarchical"], "with one rank a node it is flat"),
+    ],
+)
+def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_ways_are_all_that_differ() -> None:
+    options: argparse.Namespace = parse_options([])
+    assert "loco-hierarchical" not in options.ways
+    assert "loco-hierarchical" in parse_options(["--ranks-per-node", "2"]).ways
+
+
+def test_crossing_lies_between_the_measurements_around_it() -> None:
+    assert crossing([1e8, 1e9, 1e10], [1.0, 1.0, 1.0], [3.0, 2.0, 0.5]) == pytest.approx(
+        1e9 * 10 ** (1 / 1.5)
+    )
+    slower: Any = crossing([1e8, 1e9], [1.0, 1.0], [3.0, 2.0])
+    assert slower is None
