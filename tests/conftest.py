@@ -1,9 +1,15 @@
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ranks import RankPool
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter, if this is set before anybody imports Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Machines that run tests are slow and noisy; a deadline would test them.
 settings.register_profile("loco", deadline=None, derandomize=True)

@@ -95,13 +95,8 @@ class Case:
 
     def __str__(self) -> str:
         dtypes = (self.gradient_dtype, self.error_dtype)
-        return "-".join(
-            [
-                f"{self.bits}bit",
-                str(self.block_size),
-                *(str(dtype).removeprefix("torch.") for dtype in dtypes),
-            ]
-        )
+        gradient, error = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"{self.bits}bit-{self.block_size}-{gradient}-{error}"
 
 
 def variants() -> list[Case]:

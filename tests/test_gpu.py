@@ -44,6 +44,7 @@ def reduce_scatter(device: str, config: LoCoConfig) -> LoCoReduceScatter:
         world_size=WORLD_SIZE,
         reduce_scatter=None,
         force_sum=False,
+        reduce_dtype=torch.float32,
         active=tuple(range(len(SHARD_NUMELS))),
         shard_numels=SHARD_NUMELS,
     )

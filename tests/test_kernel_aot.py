@@ -58,17 +58,12 @@ class Variant:
     target: str = "sm_90"
 
     def __str__(self) -> str:
-        dtypes = (self.gradient, self.error)
-        return "-".join(
-            [
-                self.kernel,
-                *(str(dtype).removeprefix("torch.") for dtype in dtypes),
-                f"{self.bits}bit",
-                str(self.block_size),
-                "aligned" if self.aligned else "unaligned",
-                self.target,
-            ]
+        gradient, error = (
+            str(dtype).removeprefix("torch.") for dtype in (self.gradient, self.error)
         )
+        aligned = "aligned" if self.aligned else "unaligned"
+        width = f"{self.bits}bit"
+        return f"{self.kernel}-{gradient}-{error}-{width}-{self.block_size}-{aligned}-{self.target}"
 
 
 @dataclass(frozen=True)
@@ -238,7 +233,8 @@ def test_every_variant_compiles_and_keeps_to_registers(
 ) -> None:
     result = compiled[variant]
     assert result.spilled_bytes == 0
-    assert result.registers <= (120 if variant.bits >= 4 and variant.target != "gfx942" else 168)
+    few = variant.bits >= 4 and variant.aligned and variant.target.startswith("sm_")
+    assert result.registers <= (120 if few else 168)
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
@@ -256,9 +252,11 @@ def test_gradient_and_error_move_in_vectors(
 
 def test_no_product_of_offsets_is_32_bits_wide(compiled: dict[Variant, Compiled]) -> None:
     """Programs and strides multiply to more than 2**31 on large models."""
-    for result in compiled.values():
-        assert "arith.muli" in result.ttir
-        assert not re.findall(r"arith\.muli .*[ x]i32\b", result.ttir), result.variant
+    for variant, result in compiled.items():
+        types = set(re.findall(r"arith\.muli .* : (\S+) loc", result.ttir))
+        if variant.kernel != DEFAULT.kernel:
+            types.discard("i32")  # of the number of peers, when the loop over them is unrolled
+        assert types and all(type.rstrip(">").endswith("i64") for type in types), variant
 
 
 def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -> None:

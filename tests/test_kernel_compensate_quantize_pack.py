@@ -212,9 +212,7 @@ def test_wrong_arguments_name_the_value() -> None:
 
     with pytest.raises(ValueError, match="bits must be 8, 4, 2 or 1, got 3"):
         call(bits=3)
-    with pytest.raises(
-        ValueError, match=r"block_size must be a power of two in 32\.\.1024, got 48"
-    ):
+    with pytest.raises(ValueError, match=r"a power of two in 32\.\.1024, got 48"):
         call(block_size=48)
     with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1\.5"):
         call(beta=1.5)

@@ -164,6 +164,7 @@ def quantize_and_pack(
         large = scale * LARGE_LEVEL if BITS == 2 else scale
         small = scale * SMALL_LEVEL
     residual = ()
+    packed = 0
     for c in tl.static_range(CHUNKS):
         if BITS >= 4:
             x = h[c] * lift
@@ -187,7 +188,7 @@ def quantize_and_pack(
             left = tl.where(element < length[:, None], left, 0.0)
         residual = residual + (left,)
         code = (code & code_mask) << (c % PLANES * BITS)
-        packed = code if c % PLANES == 0 else packed | code  # noqa: F821 - plane 0 is first
+        packed = code if c % PLANES == 0 else packed | code
         if c % PLANES == PLANES - 1:
             byte = element_of(c - c % PLANES, BITS, BLOCK, CHUNKS)
             tl.store(code_pointer + byte, packed.to(tl.uint8), mask=exists[:, None])

@@ -165,6 +165,6 @@ def compensate_quantize_pack(
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
             ALIGNED=aligned,
-            **launch_options(bits),
+            **launch_options(bits, aligned),
             **arguments,
         )

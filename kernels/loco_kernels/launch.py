@@ -21,9 +21,10 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 128
 _ELEMENTS_PER_THREAD = 32
 _VECTOR_BYTES = 16
-# Without a limit the compiler takes more. These leave nothing to spill, and room on a
-# multiprocessor of 65,536 registers for four programs of 8 and 4 bits, or three of 2 and 1.
-_MAX_REGISTERS = {8: 120, 4: 120, 2: 168, 1: 168}
+# Without a limit the compiler takes more. With these nothing is spilled, and a multiprocessor of
+# 65,536 registers has room for four programs of the common variants, or for three of the others.
+_MAX_REGISTERS = 120
+_MAX_REGISTERS_OTHERS = 168
 
 
 class Tile(NamedTuple):
@@ -46,11 +47,12 @@ def tile(bits: int, block_size: int, *dtypes: torch.dtype) -> Tile:
     )
 
 
-def launch_options(bits: int) -> dict[str, object]:
+def launch_options(bits: int, aligned: bool) -> dict[str, object]:
     """Options of the compiler: no `a * b + c` in one rounding, which eager PyTorch does not do."""
     if torch.version.hip:
         return {"num_warps": _THREADS // 64, "enable_fp_fusion": False}
-    return {"num_warps": _THREADS // 32, "enable_fp_fusion": False, "maxnreg": _MAX_REGISTERS[bits]}
+    registers = _MAX_REGISTERS if bits >= 4 and aligned else _MAX_REGISTERS_OTHERS
+    return {"num_warps": _THREADS // 32, "enable_fp_fusion": False, "maxnreg": registers}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -110,5 +110,5 @@ def unpack_dequantize_reduce(
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
             ALIGNED=aligned,
-            **launch_options(bits),
+            **launch_options(bits, aligned),
         )

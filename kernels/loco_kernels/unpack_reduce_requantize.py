@@ -178,6 +178,6 @@ def unpack_reduce_requantize(
             factor=factor,
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
-            **launch_options(bits),
+            **launch_options(bits, aligned=True),
             **arguments,
         )

@@ -114,7 +114,7 @@ def block_scales(h: Tensor, lengths: Tensor, bits: int) -> Tensor:
     absmax = h.abs().amax(-1)
     if bits >= 4:
         top = float(2 ** (bits - 1) - 1)
-        scale = absmax / top
+        scale = absmax / torch.full_like(absmax, top)  # by a number, CUDA would not divide exactly
     else:
         # Squares would leave the range of float32: bring the block near 1 by a power of two first.
         unit = _power_of_two(_exponent(absmax).clamp(-126, 127))
