@@ -12,7 +12,7 @@ from torch import nn
 from loco_fsdp.codec import choose_backend
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
-from loco_fsdp.reducer import Reducer, unsupported_dtype
+from loco_fsdp.reducer import Reducer
 from loco_fsdp.topology import gather
 
 Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
@@ -100,14 +100,14 @@ def _plan(
 
 
 def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: int) -> str | None:
-    """Why stock FSDP2 has to reduce this unit; equal on all ranks."""
+    """Why stock FSDP2 has to reduce this unit for good; equal on all ranks."""
     if peers == 1:
         return "group of one rank: nothing to send"
     if not selected:
         return "not selected"
     if unit.numel < config.min_numel:
         return f"fewer than min_numel={config.min_numel} elements"
-    return unsupported_dtype(unit)
+    return None
 
 
 def _agree(groups: list[dist.ProcessGroup], plans: list[Plan], error: Exception | None) -> None:

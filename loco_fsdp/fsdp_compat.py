@@ -103,13 +103,11 @@ class FSDPUnit:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype that gradients are reduced in."""
+        """The dtype that gradients are reduced in; frozen parameters may have others."""
         policy = self._group.mp_policy
-        dtype: torch.dtype = (
-            policy.reduce_dtype
-            or policy.param_dtype
-            or self._group.fsdp_params[0].sharded_param.dtype
-        )
+        params = [param.sharded_param for param in self._group.fsdp_params]
+        trained = next((param for param in params if param.requires_grad), params[0])
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or trained.dtype
         return dtype
 
     @property

@@ -221,6 +221,26 @@ def test_frozen_and_thawed_parameters(ranks: Ranks) -> None:
     assert ranks(2).run(frozen) == [[(head, 0, 0), (head, down, down), (head, both, both)]] * 2
 
 
+def quantized_base() -> tuple[str | None, dict[str, float]]:
+    """A frozen base in integers, first in its unit, and trained parameters beside it."""
+    model = Given(a=(4, 32))
+    trained = model.a
+    del model.a
+    model.base = nn.Parameter(torch.ones(4, 32, dtype=torch.uint8), requires_grad=False)
+    model.a = trained
+    fully_shard(model, mesh=cpu_mesh())
+    loco = attach(model, LoCoConfig(bits=8, block_size=32))
+    backward(model, a=torch.full((4, 32), 127.0 * (dist.get_rank() + 1)))
+    assert reduced(model.a).unique().tolist() == [127 * 1.5]
+    return loco.units[0].bypass_reason, loco.stats()
+
+
+def test_a_frozen_base_in_integers(ranks: Ranks) -> None:
+    for reason, stats in ranks(2).run(quantized_base):
+        assert reason is None
+        assert stats["reductions"] == 1 and stats["bypassed_reductions"] == 0
+
+
 # --- ranks that differ -----------------------------------------------------------------------
 
 
