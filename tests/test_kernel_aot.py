@@ -20,6 +20,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ ERROR_DTYPES = (
     torch.int8,
     torch.float8_e4m3fn,
 )
+SPAWN = multiprocessing.get_context("spawn")
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -180,18 +182,24 @@ def _read_amd(variant: Variant, compiled: Any) -> Compiled:
     return Compiled(variant, registers, spilled, assembly, compiled.asm["ttir"])
 
 
-def _prepare(cache: str) -> None:
+def _start(barrier: Barrier | None) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ["TRITON_CACHE_DIR"] = cache
+    globals()["_barrier"] = barrier
 
 
-def compile_all(variants: list[Variant], cache: Path, processes: int) -> list[Compiled]:
-    """Compile in other processes, which share a cache; every one compiles in its turn."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_prepare, initargs=(str(cache),)
-    ) as pool:
-        return list(pool.map(compile_variant, variants))
+def compile_into(variant: Variant, cache: Path) -> Compiled:
+    os.environ["TRITON_CACHE_DIR"] = str(cache)
+    return compile_variant(variant)
+
+
+def compile_together(variant: Variant, cache: Path) -> Compiled:
+    """As `compile_into`, once all processes are here."""
+    globals()["_barrier"].wait(timeout=300)
+    return compile_into(variant, cache)
+
+
+def other_processes(num_processes: int, barrier: Barrier | None = None) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(num_processes, SPAWN, initializer=_start, initargs=(barrier,))
 
 
 DEFAULT = Variant("compensate_quantize_pack")
@@ -223,7 +231,9 @@ def variants() -> list[Variant]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Compiled]:
-    results = compile_all(variants(), tmp_path_factory.mktemp("triton"), processes=2)
+    cache = tmp_path_factory.mktemp("triton")
+    with other_processes(2) as pool:
+        results = list(pool.map(compile_into, variants(), itertools.repeat(cache)))
     return {result.variant: result for result in results}
 
 
@@ -271,6 +281,8 @@ def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -
 def test_processes_may_compile_into_one_cache_at_once(tmp_path: Path) -> None:
     """As the ranks of a node do at their first step; a race fails one of them."""
     variant = Variant("unpack_dequantize_reduce", error=None, bits=1)
-    for attempt in range(3):
-        results = compile_all([variant] * 4, tmp_path / str(attempt), processes=4)
-        assert len({result.assembly for result in results}) == 1
+    with other_processes(4, SPAWN.Barrier(4)) as pool:
+        for attempt in range(2):
+            caches = itertools.repeat(tmp_path / str(attempt))
+            results = list(pool.map(compile_together, [variant] * 4, caches))
+            assert len({result.assembly for result in results}) == 1
