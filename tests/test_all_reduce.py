@@ -83,8 +83,11 @@ def lossless(mesh_shape: tuple[int, int], dtype: torch.dtype, factor: float | No
 def test_exact_where_it_can_be(
     ranks: Ranks, mesh_shape: tuple[int, int], dtype: torch.dtype, factor: float | None
 ) -> None:
-    if mesh_shape == (4, 1) and factor is not None and dtype is torch.float16:
-        pytest.skip("in float16 and with one rank a shard FSDP2 itself divides twice")
+    if mesh_shape == (4, 1) and factor is not None:
+        if dtype is torch.float16:
+            pytest.skip("in float16 and with one rank a shard FSDP2 itself divides twice")
+        if torch.__version__.startswith("2.9."):
+            pytest.skip("with one rank a shard FSDP2 of torch 2.9 needs NCCL for a factor")
     expected = 17.5 if factor is None else 70 / factor
     for value, stats in ranks(4).run(lossless, mesh_shape, dtype, factor):
         assert value == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 0.01)

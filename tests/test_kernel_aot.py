@@ -274,6 +274,8 @@ def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -
     for variant, result in compiled.items():
         if variant.target.startswith("sm_"):
             assert not re.findall(r"\.ftz|\.approx|\bdiv\.full", result.assembly), variant
+    # Of 32 elements: 2 for each quotient, and 1 for each square but those of the first chunk.
+    assert compiled[DEFAULT].assembly.count("fma.rn.f32") == 2 * 32 + 2 * 24
     decoded = compiled[Variant("unpack_dequantize_reduce", bits=4, error=None, target="sm_80")]
     assert "fma" not in decoded.assembly
 

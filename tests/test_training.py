@@ -235,6 +235,9 @@ def quantized_base() -> tuple[str | None, dict[str, float]]:
     return loco.units[0].bypass_reason, loco.stats()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="FSDP2 itself refuses integers in torch 2.9"
+)
 def test_a_frozen_base_in_integers(ranks: Ranks) -> None:
     for reason, stats in ranks(2).run(quantized_base):
         assert reason is None
