@@ -1,8 +1,7 @@
 """Inputs, references and calls that the tests of the kernels share.
 
 Where there is no GPU the kernels run in Triton's interpreter, which has to be asked for before
-Triton is imported: tests import this module first. References run on the CPU always, where PyTorch
-divides by a number as the definition says (on CUDA it multiplies by the reciprocal).
+Triton is imported: tests import this module first. References run on the CPU always.
 """
 
 import os
