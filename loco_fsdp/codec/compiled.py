@@ -251,17 +251,19 @@ def _encode_chunk(
         scale, *squares = compute(rows, packed, lengths, *constants)
     else:
         constants = compiled_rows.constants(layout.bits, error.payload.dtype, beta)
-        payload = _scratch.rows("payload", num_rows, layout.block_size)
-        error_scale = _scratch.rows("error_scale", num_rows)
-        stored = ErrorState(payload[:num_rows].view(*shape, -1), error_scale[:num_rows].view(shape))
-        index = _error_rows(table, chunk)
-        _load_error(error, peers, index, stored)
-        scale, *squares, new_scale = compute(
-            rows, packed, lengths, *constants, payload, error_scale
+        old, new = (
+            ErrorState(
+                _scratch.rows(f"{name}_payload", num_rows, layout.block_size),
+                _scratch.rows(f"{name}_scale", num_rows),
+            )
+            for name in ("old", "new")
         )
-        payload.div_(new_scale.unsqueeze(-1))
-        error_scale.copy_(new_scale)
-        _store_error(stored, error, peers, index)
+        index = _error_rows(table, chunk)
+        _load_error(error, peers, index, _of_peers(old, shape))
+        scale, *squares, new_scale = compute(rows, packed, lengths, *constants, *old, new.payload)
+        new.payload.div_(new_scale.unsqueeze(-1))
+        new.scale.copy_(new_scale)
+        _store_error(_of_peers(new, shape), error, peers, index)
 
     scale = scale[:num_rows].view(shape)
     codes = wire[peers, chunk.codes(layout)].view(torch.int8)
@@ -279,6 +281,12 @@ def _error_rows(table: BlockTable, chunk: _Chunk) -> slice | Tensor:
         first = int(rows[0])
         return slice(first, first + chunk.num_blocks)
     return rows
+
+
+def _of_peers(rows: ErrorState, shape: tuple[int, int]) -> ErrorState:
+    """The first rows as `[peers, num_blocks, block_size]` and `[peers, num_blocks]`."""
+    num_rows = math.prod(shape)
+    return ErrorState(rows.payload[:num_rows].view(*shape, -1), rows.scale[:num_rows].view(shape))
 
 
 def _load_error(error: ErrorState, peers: slice, index: slice | Tensor, rows: ErrorState) -> None:

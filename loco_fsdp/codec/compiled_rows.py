@@ -54,8 +54,8 @@ def encoder(bits: int, block_size: int, feedback: bool) -> Callable[..., tuple[T
     inputs = [matrix, packed, vector, *constants(bits, torch.float32, 0.0)]
     dims = [0, 0, 0, None, None, None]
     if feedback:
-        inputs += [matrix.clone(), vector.clone()]
-        dims += [0, 0]
+        inputs += [matrix.clone(), vector.clone(), matrix.clone()]
+        dims += [0, 0, 0]
     return _compile(encode_rows, inputs, dims)
 
 
@@ -107,9 +107,11 @@ def _compile(
         function.__closure__,
     )
     compiled = torch.compile(function, fullgraph=True, options=_OPTIONS)
-    for tensor, dim in zip(inputs, rows_dims, strict=True):
-        if dim is not None:
-            torch._dynamo.mark_dynamic(tensor, dim)
+    for tensor, rows_dim in zip(inputs, rows_dims, strict=True):
+        for dim in range(tensor.ndim):
+            # Else dynamo makes dynamic whatever differs between variants.
+            mark = torch._dynamo.mark_dynamic if dim == rows_dim else torch._dynamo.mark_static
+            mark(tensor, dim)
     with torch.no_grad():
         compiled(*inputs)
     return compiled
@@ -124,6 +126,7 @@ def _encode_rows(
     weights: Tensor,
     error: Tensor | None = None,
     error_scale: Tensor | None = None,
+    new_error: Tensor | None = None,
     *,
     bits: int,
 ) -> tuple[Tensor, ...]:
@@ -136,8 +139,10 @@ def _encode_rows(
         qmax: the largest code, scalar.
         top_exponent: of the dtype in which the error is stored, int32 scalar.
         weights: beta and 1 - beta.
-        error: `[rows, block_size]`, what is stored; the new error, not yet scaled, is written.
+        error: `[rows, block_size]`, what is stored.
         error_scale: `[rows]`.
+        new_error: `[rows, block_size]`, written: the new error before it is scaled. Not `error`,
+            which several loops read: inductor of torch 2.9 may write it before the last has.
         bits: width.
 
     Returns:
@@ -157,11 +162,11 @@ def _encode_rows(
         inside = torch.arange(h.shape[-1]) < lengths.unsqueeze(-1)
         residual = torch.where(inside, residual, 0.0)
     squares = h.square().sum(-1), residual.square().sum(-1)
-    if error is None or old is None:
+    if old is None or new_error is None:
         return scale, *squares
     beta = torch.where(finite, weights[0], 0.0).unsqueeze(-1)
     new = beta * old + weights[1] * residual
-    error.copy_(new)
+    new_error.copy_(new)
     exponent = (new.abs().amax(-1).view(torch.int32) >> 23) - 127 - top_exponent
     return scale, *squares, ((exponent.clamp(min=-126) + 127) << 23).view(torch.float32)
 
