@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from loco_fsdp.agreement import Select, agreed_plans
 from loco_fsdp.all_reduce import LoCoAllReduce
+from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.reducer import Reducer
-from loco_fsdp.stats import Counters
+from loco_fsdp.stats import report
 from loco_fsdp.topology import HopCache, ranks_per_node
 from loco_fsdp.workspace import Workspace
 
@@ -46,8 +48,9 @@ class UnitInfo:
 class LoCo:
     """What is attached to a model. Made by `attach` and by `LoCoFSDP`, not by hand."""
 
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
+    def __init__(self, reducers: Sequence[Reducer], workspace: Workspace) -> None:
         self._reducers = reducers
+        self._workspace = workspace
         self._attached = True
         for reducer in reducers:
             reducer.install()
@@ -61,7 +64,7 @@ class LoCo:
             UnitInfo(
                 reducer.unit.name,
                 reducer.unit.numel,
-                reducer.config.bits if reducer.inactive_reason is None else None,
+                reducer.bits if reducer.inactive_reason is None else None,
                 reducer.error_bytes,
                 reducer.inactive_reason,
             )
@@ -93,7 +96,9 @@ class LoCo:
         return "\n".join(["LoCo on:", *lines, *notes])
 
     def stats(self) -> dict[str, float]:
-        """What was sent so far, over all units of this rank. Waits for the device.
+        """What was sent so far, over all units of this rank.
+
+        Waits for the device once; nothing that a training step does waits for it.
 
         `wire_bytes`: bytes that this rank sent to other ranks to reduce gradients;
         `inter_node_bytes`: those of them that went to other nodes;
@@ -104,22 +109,38 @@ class LoCo:
         `error_norm`: norm of the error buffers;
         `nonfinite_blocks`: blocks sent as NaN;
         `reductions`, `bypassed_reductions`: compressed ones, and those by stock FSDP2;
-        `reductions_without_feedback`: compressed ones whose parameters could not be told apart.
+        `reductions_without_feedback`: compressed ones whose parameters could not be told apart;
+        `error_bytes`, `buffer_bytes`: memory of the errors, and of the buffers to send and to
+        receive, which all units share.
         """
-        total = Counters()
-        for reducer in self._reducers:
-            total += reducer.counters
-        hops = [hop for reducer in self._reducers for hop in reducer.hops]
-        wanted, unsent = (sum(sums) for sums in zip(*(hop.measured() for hop in hops), strict=True))
+        counters = [reducer.counters for reducer in self._reducers]
+        rows = [row for unit_rows in self._measured() for row in unit_rows]
         return {
-            **{name: float(value) for name, value in vars(total).items()},
-            "compression_ratio": total.baseline_bytes / total.wire_bytes
-            if total.wire_bytes
-            else 1.0,
-            "relative_error": (unsent / wanted) ** 0.5 if wanted > 0 else 0.0,
-            "error_norm": math.hypot(*(hop.error.norm().item() for hop in hops)),
-            "nonfinite_blocks": float(sum(hop.nonfinite_blocks() for hop in hops)),
+            **report(counters, rows),
+            "error_bytes": float(sum(reducer.error_bytes for reducer in self._reducers)),
+            "buffer_bytes": float(self._workspace.nbytes),
         }
+
+    def unit_stats(self) -> dict[str, dict[str, float]]:
+        """`stats` of each FSDP unit alone, by its name; without `buffer_bytes`, as it has none."""
+        return {
+            reducer.unit.name: {
+                **report([reducer.counters], rows),
+                "error_bytes": float(reducer.error_bytes),
+            }
+            for reducer, rows in zip(self._reducers, self._measured(), strict=True)
+        }
+
+    def _measured(self) -> list[list[list[float]]]:
+        """What each hop of each unit measured, read from the device at once."""
+        device = self._reducers[0].unit.device
+        rows = [
+            torch.stack(hop.measured()).to(device)
+            for reducer in self._reducers
+            for hop in reducer.hops
+        ]
+        values = iter(torch.stack(rows).tolist())
+        return [[next(values) for _ in reducer.hops] for reducer in self._reducers]
 
     def reset_error(self) -> None:
         """Set the error of all units to 0. Call it on all ranks, between two steps."""
@@ -150,7 +171,45 @@ class LoCo:
             raise RuntimeError("this LoCo is detached already: attach(model) makes a new one")
         for reducer in self._reducers:
             reducer.remove()
+        self._workspace.free()
         self._attached = False
+
+    def state_dict(self, *, error: bool = True) -> dict[str, bytes]:
+        """The state of this rank, for `torch.distributed.checkpoint` or any other checkpoint.
+
+        One entry, whose key names the rank, as every rank's error is its own. Its bytes are a copy
+        of the errors at this moment, counters, what was attached, and versions. Call it between two
+        optimizer steps, on all ranks.
+
+        Args:
+            error: False: without the errors, which are most of it (docs/checkpointing.md says how
+                much); they start at 0 after loading.
+        """
+        return save_state(self._reducers, error)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Go on from `state_dict()`. A collective: call it on all ranks.
+
+        With the same ranks, topology and configuration everything is as it was. Otherwise counters
+        are, and the errors that do not fit start at 0, as after a reset; a warning on the first
+        rank says why.
+
+        Args:
+            state_dict: as `state_dict()` made it on the same rank, or filled by
+                `torch.distributed.checkpoint.load`.
+            strict: raise instead of warning.
+
+        Raises:
+            ValueError: `state_dict` is damaged, or ranks give states of different steps; or
+                `strict` is set, and it holds no state for a rank, or errors that do not fit.
+                Raised on all ranks; nothing is loaded then.
+            RuntimeError: this LoCo is detached.
+        """
+        if not self._attached:
+            raise RuntimeError("this LoCo is detached: load into a new one, made by attach(model)")
+        load_state(self._reducers, state_dict, strict)
+        for reducer in self._reducers:
+            reducer.choose_scaling()
 
 
 def attach(
@@ -173,8 +232,7 @@ def attach(
 
     Raises:
         ValueError: no FSDP unit in `module`, LoCo or another custom reduce-scatter is there
-        already,
-            or the ranks do not agree. Then nothing is attached, on any rank.
+            already, or the ranks do not agree. Then nothing is attached, on any rank.
         TypeError: `config` is no `LoCoConfig`, or `select` returned something else than it may.
         NotImplementedError: `config` asks for something that is not built yet.
     """
@@ -227,4 +285,4 @@ def attach_to(
                 workspace=workspace,
             )
         )
-    return LoCo(reducers)
+    return LoCo(reducers, workspace)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -116,13 +118,12 @@ def _agree(groups: list[dist.ProcessGroup], plans: list[Plan], error: Exception 
     if error is not None:
         mine = ("error", f"{type(error).__name__}: {error}")
     else:
-        mine = (
-            "plan",
-            [
-                (plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason)
-                for plan in plans
-            ],
-        )
+        versions = {"loco-fsdp": version("loco-fsdp"), "torch": str(torch.__version__)}
+        units = [
+            (plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason)
+            for plan in plans
+        ]
+        mine = ("plan", (versions, units))
     # All ranks go through the groups in the same order, and pass on what they have learned.
     for group in dict.fromkeys(group for group in groups if group.size() > 1):
         problem = _first_difference(gather(mine, group))
@@ -139,8 +140,13 @@ def _first_difference(plans: list[tuple[int, Any]]) -> str | None:
     for rank, (kind, content) in plans:
         if kind == "error":
             return f"rank {rank} raised {content}"
-    first_rank, (_, first) = plans[0]
-    for rank, (_, plan) in plans:
+    first_rank, (_, (first_versions, first)) = plans[0]
+    for rank, (_, (versions, plan)) in plans:
+        if versions != first_versions:
+            return (
+                f"rank {first_rank} runs {_listed(first_versions)}, and rank {rank} "
+                f"{_listed(versions)}. Install the same on all"
+            )
         if plan == first:
             continue
         if [row[:2] for row in plan] != [row[:2] for row in first]:
@@ -155,3 +161,7 @@ def _first_difference(plans: list[tuple[int, Any]]) -> str | None:
                     f"{', '.join(fields)}. Give all ranks the same configuration"
                 )
     return None
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())

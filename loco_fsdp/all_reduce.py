@@ -95,8 +95,7 @@ class LoCoAllReduce(Reducer):
     1. Encode: add the error to the shard's gradient, quantize and pack it, a part for each replica.
     2. `all_to_all_single`: each replica gets what all replicas sent for its part.
     3. Decode, sum in float32 in the order of replicas and divide; add the error of the sum,
-    quantize
-       and pack again.
+       quantize and pack again.
     4. All-gather of the packed sums, and decode. All replicas decode the same bytes: their
        gradients are bitwise equal.
 
@@ -117,10 +116,11 @@ class LoCoAllReduce(Reducer):
         node_size: int,
         workspace: Workspace,
     ) -> None:
-        super().__init__(unit, config, bypass_reason)
         self._group = group
-        self._scatter = Hop(1, config, backend)
-        self._gather = Hop(1, config, backend)
+        super().__init__(unit, config, bypass_reason)
+        replicas = dist.get_process_group_ranks(group)
+        self._scatter = Hop("replicas", unit.name, replicas, 1, config, backend)
+        self._gather = Hop("sums", unit.name, replicas, 1, config, backend)
         self.hops = [self._scatter, self._gather]
         self._node_size = node_size
         self._workspace = workspace
@@ -138,8 +138,26 @@ class LoCoAllReduce(Reducer):
         The model is sharded inside of each replica only: without a hook they would drift apart.
         """
         self.bypass_reason = "detached"
-        for hop in self.hops:
-            hop.error.state = None
+        self.free_error()
+
+    def forget_tables(self) -> None:
+        """Place blocks anew: the width, or the rows of the errors have changed."""
+        self._plan.cache_clear()
+
+    def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
+        """Also which blocks of the unit are the parameter's: replicas share these blocks."""
+        place = super().place_of_error(hop, parameter)
+        if hop is self._scatter:
+            return place
+        layout = self._unit_layout()
+        return (*place, sum(layout.blocks_per_part[:parameter]), layout.num_blocks)
+
+    def deciding_groups(self) -> list[dist.ProcessGroup]:
+        """The shard group, and the replicas."""
+        return [*super().deciding_groups(), self._group]
+
+    def _unit_layout(self) -> BlockLayout:
+        return BlockLayout(self.unit.shard_numels, self._scatter.bits, self.config.block_size)
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Average `reduce_output` `[shard]` over replicas, in place.
@@ -172,7 +190,7 @@ class LoCoAllReduce(Reducer):
             wire_bytes = self._reduce(reduce_output, factor)
             remote = remote_peers(self._group, self._node_size)
             inter_node_bytes = wire_bytes * remote // (replicas - 1)
-            self.counters.add(wire_bytes, inter_node_bytes, ring_bytes)
+            self.end_reduction(wire_bytes, inter_node_bytes, ring_bytes)
 
     def _defer(self, reduce_output: Tensor) -> None:
         """Keep the gradient for the next all-reduce; FSDP2 accumulates zeros meanwhile."""
@@ -223,14 +241,13 @@ class LoCoAllReduce(Reducer):
 
         if self.config.error_feedback and not plan.feedback:
             self.counters.reductions_without_feedback += 1
-        self.reset_if_due()
         return sum(sizes) - own_bytes + largest * (replicas - 1)
 
     def _make_plan(self, active: tuple[int, ...], numel: int, device: torch.device) -> _Plan:
         """The parts of the replicas for the parameters with a gradient."""
-        bits, block_size = self.config.bits, self.config.block_size
+        bits, block_size = self._scatter.bits, self.config.block_size
         numels = [self.unit.shard_numels[index] for index in active]
-        unit_layout = BlockLayout(self.unit.shard_numels, bits, block_size)
+        unit_layout = self._unit_layout()
         firsts = list(accumulate(unit_layout.blocks_per_part, initial=0))
         if known := sum(numels) == numel:
             first_blocks, unit_blocks = [firsts[index] for index in active], firsts[-1]

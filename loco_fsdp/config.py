@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,6 +69,10 @@ class LoCoConfig:
     """Compare, before each reduction, what all ranks are about to send: slow, for finding out why
     gradients are wrong or a run hangs."""
 
+    guard: float | None = None
+    """Limit of a unit's relative error, above which the unit goes on in the next width (2, 4, 8
+    bits, full precision); None: never. Looked at every 16 reductions, over these."""
+
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
@@ -80,6 +85,10 @@ class LoCoConfig:
             self._refuse("intra_node_bits", "8 or None")
         if type(self.beta) not in (float, int) or not 0 <= self.beta < 1:
             self._refuse("beta", "a number with 0 <= beta < 1")
+        if self.guard is not None and (
+            type(self.guard) not in (float, int) or not 0 < self.guard < math.inf
+        ):
+            self._refuse("guard", "a number > 0 or None")
         for name in ("error_feedback", "check_ranks"):
             if type(getattr(self, name)) is not bool:
                 self._refuse(name, "True or False")

@@ -13,7 +13,8 @@ class ErrorBuffer:
 
     A parameter owns a range of rows of `[peers, rows, block_size]`, one row a block. An error
     belongs to its parameter: a reduction that leaves a parameter out leaves its rows alone. Rows
-    are made when a parameter is first reduced, so that frozen parameters cost nothing.
+    are made when a parameter is first reduced, so that frozen parameters cost nothing; they start
+    at 0, or with what `load` was given.
 
     Args:
         peers: destinations, that is ranks of the group that the unit is reduced over.
@@ -27,6 +28,7 @@ class ErrorBuffer:
         self.dtype = dtype
         self.rows: dict[int, range] = {}
         self.state: ErrorState | None = None
+        self._loaded: dict[int, ErrorState] = {}
 
     @property
     def num_rows(self) -> int:
@@ -39,30 +41,60 @@ class ErrorBuffer:
         return 0 if self.state is None else self.state.payload.nbytes + self.state.scale.nbytes
 
     def add(self, blocks: dict[int, int], device: torch.device) -> None:
-        """Make rows, with error 0, for the parameters that have none yet.
+        """Make rows for the parameters that have none yet.
 
         Args:
             blocks: blocks of each parameter, by its index.
             device: where the gradient is.
         """
+        states = [] if self.state is None else [self.state]
         for parameter, num_blocks in blocks.items():
-            if parameter not in self.rows:
-                self.rows[parameter] = range(self.num_rows, self.num_rows + num_blocks)
-        old = self.state
-        added = self.num_rows - (0 if old is None else old.payload.shape[1])
-        if not added:
-            return
-        fresh = ErrorState(
-            torch.zeros(self.peers, added, self.block_size, dtype=self.dtype, device=device),
-            torch.zeros(self.peers, added, dtype=torch.float32, device=device),
-        )
-        if old is not None:
-            fresh = ErrorState(*(torch.cat(pair, dim=1) for pair in zip(old, fresh, strict=True)))
-        self.state = fresh
+            if parameter in self.rows or not num_blocks:
+                self.rows.setdefault(parameter, range(0))
+                continue
+            self.rows[parameter] = range(self.num_rows, self.num_rows + num_blocks)
+            loaded = self._loaded.pop(parameter, None)
+            states.append(
+                ErrorState(
+                    torch.zeros(
+                        self.peers, num_blocks, self.block_size, dtype=self.dtype, device=device
+                    ),
+                    torch.zeros(self.peers, num_blocks, dtype=torch.float32, device=device),
+                )
+                if loaded is None
+                else ErrorState(*(tensor.to(device) for tensor in loaded))
+            )
+        if len(states) > 1:
+            self.state = ErrorState(
+                *(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
+            )
+        elif states:
+            self.state = states[0]
 
     def rows_of(self, parameters: tuple[int, ...]) -> list[int]:
         """The rows of the blocks of these parameters, one after the other."""
         return [row for parameter in parameters for row in self.rows[parameter]]
+
+    def by_parameter(self) -> dict[int, ErrorState]:
+        """A copy on the CPU of each parameter's error, `[peers, blocks, ...]`, by its index."""
+        errors = dict(self._loaded)
+        if self.state is not None:
+            for parameter, rows in self.rows.items():
+                selected = (tensor[:, rows.start : rows.stop] for tensor in self.state)
+                errors[parameter] = ErrorState(*(part.to("cpu", copy=True) for part in selected))
+        return errors
+
+    def load(self, errors: dict[int, ErrorState]) -> None:
+        """Forget all rows; parameters whose errors are given start with these when next reduced.
+
+        Not before: memory is to be made on the stream that reduces, and for no frozen parameter.
+        """
+        self.free()
+        self._loaded = errors
+
+    def free(self) -> None:
+        """Forget all rows and errors, and free their memory."""
+        self.rows, self.state, self._loaded = {}, None, {}
 
     def norm(self) -> Tensor:
         """Euclidean norm of the error, float32 scalar."""
@@ -74,6 +106,7 @@ class ErrorBuffer:
 
     def reset(self) -> None:
         """Set the error to 0."""
+        self._loaded.clear()
         if self.state is not None:
             self.state.payload.zero_()
             self.state.scale.zero_()

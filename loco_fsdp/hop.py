@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from loco_fsdp.codec import BlockTable, EncodeStats, decode, decode_encode, encode
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.error_feedback import ErrorBuffer
+from loco_fsdp.profiling import stage
+
+
+class Measured(NamedTuple):
+    """What a hop measured, as float64 scalars on its device; sums can be added up.
+
+    wanted: squared norm of gradient + error in the last reduction
+    unsent: squared norm of what was not sent then
+    error: squared norm of the error buffer
+    nonfinite_blocks: sent as NaN so far
+    """
+
+    wanted: Tensor
+    unsent: Tensor
+    error: Tensor
+    nonfinite_blocks: Tensor
 
 
 class Hop:
-    """What a unit keeps for one exchange between `peers` ranks.
+    """What a unit keeps for one exchange between ranks.
 
     Everything is made on the stream that first encodes.
 
     Args:
-        peers: ranks that this one sends to, itself included.
+        kind: which exchange of the unit: "flat", "intra-node", "inter-node", "replicas" or "sums".
+        unit_name: the FSDP unit, for profiles.
+        ranks: global ranks of the group that exchanges, in its order.
+        peers: rows of what is encoded at once.
         config: of the unit.
         backend: what runs the codec.
         bits: of a code; None: as `config` says.
     """
 
     def __init__(
-        self, peers: int, config: LoCoConfig, backend: str, bits: int | None = None
+        self,
+        kind: str,
+        unit_name: str,
+        ranks: list[int],
+        peers: int,
+        config: LoCoConfig,
+        backend: str,
+        bits: int | None = None,
     ) -> None:
+        self.kind = kind
+        self.ranks = ranks
         self.bits = config.bits if bits is None else bits
         dtype: torch.dtype = getattr(torch, config.error_dtype)
         self.error = ErrorBuffer(peers, config.block_size, dtype)
+        self._unit_name = unit_name
         self._beta = config.beta
         self._backend = backend
         self._squares: Tensor | None = None
         self._nonfinite: Tensor | None = None
+        self._nonfinite_before = 0
         self._num_measured = 0
 
     def reserve(self, num_blocks: int, device: torch.device) -> None:
@@ -46,34 +78,37 @@ class Hop:
         self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool, first: int = 0
     ) -> None:
         """`codec.encode`; the blocks are measured from number `first` of those reserved."""
-        encode(
-            gradient,
-            wire,
-            table,
-            self._stats(wire.shape[0], table, first),
-            self.error.state if feedback else None,
-            self._beta,
-            backend=self._backend,
-        )
+        with stage("encode", self.kind, self._unit_name):
+            encode(
+                gradient,
+                wire,
+                table,
+                self._stats(wire.shape[0], table, first),
+                self.error.state if feedback else None,
+                self._beta,
+                backend=self._backend,
+            )
 
     def decode(self, wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
         """`codec.decode`."""
-        decode(wire, output, table, factor, backend=self._backend)
+        with stage("decode", self.kind, self._unit_name):
+            decode(wire, output, table, factor, backend=self._backend)
 
     def decode_encode(
         self, received: Tensor, wire: Tensor, table: BlockTable, feedback: bool, factor: float
     ) -> None:
         """`codec.decode_encode`."""
-        decode_encode(
-            received,
-            wire,
-            table,
-            self._stats(1, table, 0),
-            self.error.state if feedback else None,
-            self._beta,
-            factor,
-            backend=self._backend,
-        )
+        with stage("decode and encode", self.kind, self._unit_name):
+            decode_encode(
+                received,
+                wire,
+                table,
+                self._stats(1, table, 0),
+                self.error.state if feedback else None,
+                self._beta,
+                factor,
+                backend=self._backend,
+            )
 
     def _stats(self, peers: int, table: BlockTable, first: int) -> EncodeStats:
         assert self._squares is not None and self._nonfinite is not None
@@ -81,14 +116,22 @@ class Hop:
         squares = self._squares[first : first + num_blocks].view(peers, -1, 2)
         return EncodeStats(squares, self._nonfinite)
 
-    def measured(self) -> tuple[float, float]:
-        """Squared norms, in the last reduction, of gradient + error and of what was not sent."""
-        if self._squares is None:
-            return 0.0, 0.0
-        sums = self._squares[: self._num_measured].sum(dim=0, dtype=torch.float64)
-        wanted, unsent = sums.tolist()
-        return wanted, unsent
+    def measured(self) -> Measured:
+        """What was measured so far; nothing is read from the device."""
+        wanted = unsent = nonfinite = torch.zeros((), dtype=torch.float64)
+        if self._squares is not None and self._nonfinite is not None:
+            wanted, unsent = self._squares[: self._num_measured].sum(dim=0, dtype=torch.float64)
+            nonfinite = self._nonfinite[0].to(wanted.dtype)
+        error = self.error.norm().to(wanted).square()
+        return Measured(wanted, unsent, error, nonfinite + self._nonfinite_before)
 
+    @property
     def nonfinite_blocks(self) -> int:
-        """Blocks sent as NaN so far."""
-        return 0 if self._nonfinite is None else int(self._nonfinite.item())
+        """Blocks sent as NaN so far. Waits for the device. Set it to go on from a checkpoint."""
+        return self._nonfinite_before + (
+            0 if self._nonfinite is None else int(self._nonfinite.item())
+        )
+
+    @nonfinite_blocks.setter
+    def nonfinite_blocks(self, count: int) -> None:
+        self._nonfinite_before, self._nonfinite = count, None

@@ -58,18 +58,32 @@ class LoCoReduceScatter(Reducer):
     ) -> None:
         super().__init__(unit, config, bypass_reason)
         self._groups = groups
-        peers = unit.world_size if groups is None else groups.inter.size()
-        self._hop = Hop(peers, config, backend)
-        self.hops = [self._hop]
-        self._intra_hop: Hop | None = None
-        if groups is not None and config.intra_node_bits is not None:
-            self._intra_hop = Hop(unit.world_size, config, backend, config.intra_node_bits)
-            self.hops.append(self._intra_hop)
+        self._hop, self._intra_hop = self._make_hops(backend)
+        self.hops = [hop for hop in (self._hop, self._intra_hop) if hop is not None]
         self._node_size = node_size
         self._workspace = workspace
         self._stock = unit.reduce_scatter
         self._stock_force_sum = unit.force_sum
         self._table = lru_cache(_MAX_TABLES)(self._make_table)
+
+    def _make_hops(self, backend: str) -> tuple[Hop, Hop | None]:
+        """The exchange that is always there, and the one inside the node."""
+        name, config, world_size = self.unit.name, self.config, self.unit.world_size
+        if self._groups is None:
+            ranks = [
+                rank
+                for group in self.unit.process_groups[:1]
+                for rank in dist.get_process_group_ranks(group)
+            ]
+            return Hop("flat", name, ranks, world_size, config, backend), None
+        inter = dist.get_process_group_ranks(self._groups.inter)
+        hop = Hop("inter-node", name, inter, len(inter), config, backend)
+        if config.intra_node_bits is None:
+            return hop, None
+        intra = dist.get_process_group_ranks(self._groups.intra)
+        return hop, Hop(
+            "intra-node", name, intra, world_size, config, backend, config.intra_node_bits
+        )
 
     def install(self) -> None:
         """Make FSDP2 call this object."""
@@ -83,8 +97,11 @@ class LoCoReduceScatter(Reducer):
         self.unit.unwatch()
         self.unit.reduce_scatter = self._stock
         self.bypass_reason = "detached"
-        for hop in self.hops:
-            hop.error.state = None
+        self.free_error()
+
+    def forget_tables(self) -> None:
+        """Place blocks anew: the width, or the rows of the errors have changed."""
+        self._table.cache_clear()
 
     @property
     def inactive_reason(self) -> str | None:
@@ -132,15 +149,13 @@ class LoCoReduceScatter(Reducer):
             rows = input_tensor.view(world_size, -1)
             if self._groups is None:
                 wire_bytes = self._exchange(rows, output_tensor, group)
-                self.reset_if_due()
                 sent, sent_to_nodes = world_size - 1, remote_peers(group, self._node_size)
-                self.counters.add(wire_bytes * sent, wire_bytes * sent_to_nodes, baseline_bytes)
+                self.end_reduction(wire_bytes * sent, wire_bytes * sent_to_nodes, baseline_bytes)
             else:
                 intra, inter = self._groups.intra, self._groups.inter
                 node_sum, intra_bytes = self._reduce_inside_node(rows, intra)
                 wire_bytes = self._exchange(node_sum, output_tensor, inter) * (inter.size() - 1)
-                self.reset_if_due()
-                self.counters.add(wire_bytes + intra_bytes, wire_bytes, baseline_bytes)
+                self.end_reduction(wire_bytes + intra_bytes, wire_bytes, baseline_bytes)
         self.choose_scaling()
         return work
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from loco_fsdp.codec import GRADIENT_DTYPES
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit
+from loco_fsdp.guard import WIDTHS, Guard
 from loco_fsdp.hop import Hop
 from loco_fsdp.stats import Counters
 from loco_fsdp.topology import gather
@@ -26,19 +27,29 @@ class Reducer:
     Attributes:
         unit: what is reduced.
         config: how it is compressed.
+        bits: of a code now, which a guard may have raised; None: full precision.
         bypass_reason: why it never is; None if it is.
         paused: whether it is not for now.
         counters: what was done so far.
         hops: its compressed exchanges, each with its error.
+        guard: what raises its width; None if nothing does.
     """
 
     def __init__(self, unit: FSDPUnit, config: LoCoConfig, bypass_reason: str | None) -> None:
         self.unit = unit
         self.config = config
+        self.bits: int | None = config.bits
         self.bypass_reason = bypass_reason
         self.paused = False
         self.counters = Counters()
         self.hops: list[Hop] = []
+        self.guard: Guard | None = None
+        if config.guard is not None and bypass_reason is None:
+            self.guard = Guard(config.guard, unit.name, self.deciding_groups())
+
+    def deciding_groups(self) -> list[dist.ProcessGroup]:
+        """Groups whose ranks all have to do the same: choose a width, or load a state."""
+        return self.unit.process_groups
 
     @property
     def bypassed(self) -> bool:
@@ -46,6 +57,7 @@ class Reducer:
         counters = self.counters
         return (
             self.bypass_reason is not None
+            or self.bits is None
             or unsupported_dtype(self.unit) is not None
             or self.paused
             or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
@@ -54,6 +66,8 @@ class Reducer:
     @property
     def inactive_reason(self) -> str | None:
         """Why this unit is not compressed now; None if it is. The model may have been cast."""
+        if self.bits is None:
+            return f"relative error above guard={self.config.guard} in {WIDTHS[-1]} bits"
         return self.bypass_reason or unsupported_dtype(self.unit)
 
     @property
@@ -77,11 +91,41 @@ class Reducer:
         for hop in self.hops:
             hop.error.reset()
 
-    def reset_if_due(self) -> None:
-        """Reset at the end of every `reset_interval`-th compressed reduction."""
+    def set_bits(self, bits: int | None) -> None:
+        """Go on in another width, or in full precision, which has no error. On all ranks."""
+        self.bits = bits
+        if bits is None:
+            self.free_error()
+        else:
+            for hop in self.hops:
+                if hop.kind != "intra-node":
+                    hop.bits = bits
+        self.forget_tables()
+
+    def free_error(self) -> None:
+        """Forget the errors, and free their memory."""
+        for hop in self.hops:
+            hop.error.free()
+        self.forget_tables()
+
+    def forget_tables(self) -> None:
+        """Place blocks anew: the width, or the rows of the errors have changed."""
+        raise NotImplementedError
+
+    def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
+        """What makes the rows of a parameter's error mean what they mean, beside the hop."""
+        return (self.unit.shard_numels[parameter],)
+
+    def end_reduction(self, wire_bytes: int, inter_node_bytes: int, baseline_bytes: int) -> None:
+        """Count a compressed reduction, reset the error if that is due, and ask the guard."""
+        self.counters.add(wire_bytes, inter_node_bytes, baseline_bytes)
         interval = self.config.reset_interval
-        if interval is not None and (self.counters.reductions + 1) % interval == 0:
+        if interval is not None and self.counters.reductions % interval == 0:
             self.reset_error()
+        if self.guard is not None and self.bits is not None:
+            bits = self.guard.next_width(self.hops, self.bits)
+            if bits != self.bits:
+                self.set_bits(bits)
 
     def check_ranks(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """With `LoCoConfig.check_ranks`, raise on all ranks if they reduce different things."""

@@ -1,8 +1,10 @@
-"""What is counted while training."""
+"""What is counted and measured while training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 
 @dataclass
@@ -30,7 +32,25 @@ class Counters:
         self.inter_node_bytes += num_bytes if leaves_node else 0
         self.baseline_bytes += num_bytes
 
-    def __iadd__(self, other: Counters) -> Counters:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        return self
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def report(counters: Iterable[Counters], measured: Iterable[list[float]]) -> dict[str, float]:
+    """`LoCo.stats` of the units that counted this.
+
+    Args:
+        counters: of the units.
+        measured: of all their hops: the values of `hop.Measured`.
+    """
+    total = sum(counters, Counters())
+    wanted, unsent, error, nonfinite_blocks = (
+        math.fsum(column) for column in zip(*measured, strict=True)
+    )
+    return {
+        **{name: float(value) for name, value in vars(total).items()},
+        "compression_ratio": total.baseline_bytes / total.wire_bytes if total.wire_bytes else 1.0,
+        "relative_error": math.sqrt(unsent / wanted) if wanted > 0 else 0.0,
+        "error_norm": math.sqrt(error),
+        "nonfinite_blocks": nonfinite_blocks,
+    }

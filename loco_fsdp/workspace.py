@@ -37,3 +37,7 @@ class Workspace:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def free(self) -> None:
+        """Free all buffers."""
+        self._buffers.clear()
