@@ -51,8 +51,7 @@ class Guard:
 
     def next_width(self, hops: list[Hop], bits: int) -> int | None:
         """The width of the next reduction, after one in `bits`; None: full precision."""
-        measured = [hop.measured() for hop in hops]
-        sums = torch.stack([torch.stack(m[:2]) for m in measured]).sum(dim=0)
+        sums = torch.stack([hop.last_squares() for hop in hops]).sum(dim=0)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
         self._num_measured += 1
         if self._num_measured < INTERVAL:

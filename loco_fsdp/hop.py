@@ -118,12 +118,16 @@ class Hop:
 
     def measured(self) -> Measured:
         """What was measured so far; nothing is read from the device."""
-        wanted = unsent = nonfinite = torch.zeros((), dtype=torch.float64)
-        if self._squares is not None and self._nonfinite is not None:
-            wanted, unsent = self._squares[: self._num_measured].sum(dim=0, dtype=torch.float64)
-            nonfinite = self._nonfinite[0].to(wanted.dtype)
+        wanted, unsent = self.last_squares()
         error = self.error.norm().to(wanted).square()
-        return Measured(wanted, unsent, error, nonfinite + self._nonfinite_before)
+        nonfinite = torch.zeros_like(error) if self._nonfinite is None else self._nonfinite[0]
+        return Measured(wanted, unsent, error, nonfinite.to(error) + self._nonfinite_before)
+
+    def last_squares(self) -> Tensor:
+        """`wanted` and `unsent` of `Measured`, `[2]`."""
+        if self._squares is None:
+            return torch.zeros(2, dtype=torch.float64)
+        return self._squares[: self._num_measured].sum(dim=0, dtype=torch.float64)
 
     @property
     def nonfinite_blocks(self) -> int:

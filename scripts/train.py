@@ -8,29 +8,29 @@ be set.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from checkpointing import Checkpoints, TrainingState
 from data import Batch, Text, draw_batch, load_text, validation_batches
-from loco_fsdp import LoCoFSDP
+from loco_fsdp import LoCo, LoCoFSDP
 from model import Block, build_model
+from reporting import Reporter
 from traffic import GradientTraffic
 from train_config import Config, OptimConfig, load_config, torch_dtype
 
@@ -56,6 +56,10 @@ def check_environment(config: Config) -> None:
         raise ValueError(
             f"model.num_experts={config.model.num_experts} needs torch 2.13 or newer, this is "
             f"{torch.__version__}; update torch, or set model.num_experts to 0"
+        )
+    if config.train.tensorboard is not None and find_spec("tensorboard") is None:
+        raise ValueError(
+            f"train.tensorboard={config.train.tensorboard!r}: pip install 'loco-fsdp[tensorboard]'"
         )
     metrics = Path(config.train.metrics)
     metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -201,51 +205,34 @@ class Trainer:
         losses = [batch_loss(self.model, batch, self.device) for batch in batches]
         return mean_over_ranks(torch.stack(losses).mean())
 
+    @property
+    def loco(self) -> LoCo | None:
+        """What reduces gradients in low bits, if anything does."""
+        return self.model.loco if self.config.train.reduce == "loco" else None
+
     def loco_stats(self) -> dict[str, Any]:
-        """What loco-fsdp counted, if it is on: as a field of the metrics."""
-        if self.config.train.reduce == "stock":
+        """What loco-fsdp counted, if it is on: as fields of the metrics."""
+        if self.loco is None:
             return {}
-        return {"loco": self.model.loco.stats()}
+        units = {
+            name: {key: stats[key] for key in ("relative_error", "error_norm")}
+            for name, stats in self.loco.unit_stats().items()
+        }
+        return {"loco": self.loco.stats(), "loco_units": units}
 
+    def save(self, checkpoints: Checkpoints, step: int, bytes_sent: int) -> None:
+        """Save all that the run needs to go on after `step`."""
+        state = {**self._state(), "step": step, "bytes_sent": bytes_sent}
+        checkpoints.save(step, state if self.loco is None else {**state, "loco": self.loco})
 
-class Reporter:
-    """Metrics to a file and a progress bar to the terminal, on rank 0; nothing elsewhere."""
+    def load(self, checkpoints: Checkpoints, step: int) -> int:
+        """Go on from the checkpoint after `step`; returns the bytes that were sent until then."""
+        state = {**self._state(), "bytes_sent": 0}
+        checkpoints.load(step, state, self.loco)
+        return int(state["bytes_sent"])
 
-    def __init__(self, config: Config, rank: int) -> None:
-        self.is_active = rank == 0
-        self.path = Path(config.train.metrics)
-        if self.is_active:
-            self.path.write_text("")
-        self.progress = Progress(
-            TextColumn(config.train.reduce),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TimeRemainingColumn(),
-            console=Console(quiet=not self.is_active),
-        )
-        self.bar = self.progress.add_task("", total=config.train.steps, loss="")
-
-    def __enter__(self) -> Reporter:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to the file."""
-        if self.is_active:
-            with self.path.open("a") as file:
-                print(json.dumps(metrics, allow_nan=False), file=file)
-
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Writes the metrics of a step and moves the bar."""
-        self.write(metrics)
-        self.progress.update(self.bar, advance=1, loss=f"loss {metrics['loss']:.4f}")
-        if "val_loss" in metrics:
-            line = f"step {metrics['step']}: validation loss {metrics['val_loss']:.4f}"
-            self.progress.console.print(line)
+    def _state(self) -> dict[str, Any]:
+        return {"training": TrainingState(self.model, self.optimizer, self.scheduler)}
 
 
 def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
@@ -257,9 +244,18 @@ def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
         * config.data.seq_len
         * trainer.world_size
     )
+    checkpoints = Checkpoints(config.train)
+    first_step = max(checkpoints.steps(), default=0)
+    if first_step >= config.train.steps:
+        if trainer.rank == 0:
+            print(f"{config.train.checkpoints} holds step {first_step}: nothing is left to do")
+        return
     step_ms: list[float] = []
-    with Reporter(config, trainer.rank) as reporter, GradientTraffic() as traffic:
-        for step in range(config.train.steps):
+    with Reporter(config.train, trainer.rank, first_step) as reporter, GradientTraffic() as traffic:
+        if first_step:
+            traffic.bytes_sent = trainer.load(checkpoints, first_step)
+            reporter.say(f"goes on from {config.train.checkpoints} after step {first_step}")
+        for step in range(first_step, config.train.steps):
             lr, started = trainer.lr, time.perf_counter()
             result = trainer.train_step(step)
             if mesh.device_type == "cuda":
@@ -278,6 +274,8 @@ def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
             if is_last or (step + 1) % config.train.eval_interval == 0:
                 metrics |= {"val_loss": trainer.validate(), **trainer.loco_stats()}
             reporter.step(metrics)
+            if is_last or (step + 1) % config.train.checkpoint_interval == 0:
+                trainer.save(checkpoints, step + 1, traffic.bytes_sent)
         reporter.write(
             {
                 "summary": True,

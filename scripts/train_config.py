@@ -126,10 +126,23 @@ class TrainConfig:
     metrics: str = "runs/metrics.jsonl"
     """The file for metrics, one JSON object a line, written by rank 0."""
 
+    tensorboard: str | None = None
+    """The folder for TensorBoard, which needs the extra "tensorboard"; null: none."""
+
+    checkpoints: str | None = None
+    """The folder for checkpoints. A run goes on from the newest that is there. null: none."""
+
+    checkpoint_interval: int = 50
+    """Steps from one checkpoint to the next; the last step is always followed by one."""
+
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept, the newest ones."""
+
     def __post_init__(self) -> None:
         if self.seed < 0:
             _refuse(self, "seed", "0 or more")
         _require_positive(self, "steps", "accumulation_steps", "eval_interval", "eval_batches")
+        _require_positive(self, "checkpoint_interval", "keep_checkpoints")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """The example training script: its configuration, data, model, and short runs on two ranks."""
 
-# ruff: noqa: E402 - what is not installed is skipped, and the path is set, before the imports
+
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
-
 import data
+import training_runs  # noqa: F401 - puts scripts/ on the path
 from model import MixtureOfExperts, Rotary, build_model
 from train import build_optimizer, lr_factor
 from train_config import Config, ModelConfig, OptimConfig, load_config
+from training_runs import ROOT, run_on_two_ranks
 
 DENSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48)
 SPARSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48, num_experts=5, top_k=2)
@@ -236,32 +231,6 @@ def test_optimizer_steps_sharded_parameters(name: Any, mesh: DeviceMesh) -> None
 
 
 # Runs on two ranks
-
-SMALL = [
-    *("--model.dim", "128", "--model.num_layers", "2", "--model.hidden_dim", "256"),
-    *("--data.seq_len", "32", "--optim.warmup_steps", "4"),
-    *("--train.steps", "16", "--train.eval_interval", "8", "--train.eval_batches", "2"),
-    *("--loco.backend", "eager"),  # the others first compile for a while
-]
-
-
-def run_on_two_ranks(tmp_path: Path, *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Runs scripts/train.py; returns its metrics and its summary."""
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"".join(file.read_bytes() for file in sorted(SCRIPTS.glob("*.py"))))
-    metrics = tmp_path / "metrics.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(SCRIPTS / "train.py"), *SMALL, *argv]
-    command += ["--data.path", str(text), "--train.metrics", str(metrics)]
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    *steps, summary = map(json.loads, metrics.read_text().splitlines())
-    return steps, summary
 
 
 def check_metrics(steps: list[dict[str, Any]], summary: dict[str, Any]) -> None:

@@ -1,0 +1,56 @@
+"""Short runs of scripts/train.py on two ranks, for the tests of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
+
+SMALL = [
+    *("--model.dim", "128", "--model.num_layers", "2", "--model.hidden_dim", "256"),
+    *("--data.seq_len", "32", "--optim.warmup_steps", "4"),
+    *("--train.steps", "16", "--train.eval_interval", "8", "--train.eval_batches", "2"),
+    *("--loco.backend", "eager"),  # the others first compile for a while
+]
+
+
+def command(tmp_path: Path, *argv: str) -> list[str]:
+    """Runs scripts/train.py on its own source text; metrics go to metrics.jsonl."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(file.read_bytes() for file in sorted(SCRIPTS.glob("*.py"))))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run += ["--nproc-per-node", "2", str(SCRIPTS / "train.py"), *SMALL, *argv]
+    return [*run, "--data.path", str(text), "--train.metrics", str(tmp_path / "metrics.jsonl")]
+
+
+def environment() -> dict[str, str]:
+    """This tree's code, no GPU, and one thread for each rank."""
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def run_on_two_ranks(tmp_path: Path, *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Runs it to the end; returns its metrics and its summary."""
+    result = subprocess.run(
+        command(tmp_path, *argv),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    *steps, summary = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    return steps, summary
