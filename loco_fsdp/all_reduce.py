@@ -226,14 +226,16 @@ class LoCoAllReduce(Reducer):
             if part.last > part.first:
                 self._scatter.encode(elements, wire.view(1, -1), part.table, plan.feedback, block)
             block += part.table.layout.num_blocks
-        dist.all_to_all_single(receive.view(-1), send, [own_bytes] * replicas, sizes, group)
+        with self._scatter.stage("exchange"):
+            dist.all_to_all_single(receive.view(-1), send, [own_bytes] * replicas, sizes, group)
 
         gathered = self._workspace.get("all-reduce gathered", (replicas, largest), device)
         mine = gathered[rank, :own_bytes].view(1, -1)
         self._gather.reserve(plan.own.layout.num_blocks, device)
         if plan.own.layout.num_blocks:
             self._gather.decode_encode(receive, mine, plan.own, plan.feedback, factor)
-        all_gather(gathered.view(-1), gathered[rank], group)
+        with self._gather.stage("exchange"):
+            all_gather(gathered.view(-1), gathered[rank], group)
         for part, wire, size in zip(plan.parts, gathered, sizes, strict=True):
             if part.last > part.first:
                 output = gradient[part.first : part.last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ class Hop:
         self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool, first: int = 0
     ) -> None:
         """`codec.encode`; the blocks are measured from number `first` of those reserved."""
-        with stage("encode", self.kind, self._unit_name):
+        with self.stage("encode"):
             encode(
                 gradient,
                 wire,
@@ -91,14 +92,14 @@ class Hop:
 
     def decode(self, wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
         """`codec.decode`."""
-        with stage("decode", self.kind, self._unit_name):
+        with self.stage("decode"):
             decode(wire, output, table, factor, backend=self._backend)
 
     def decode_encode(
         self, received: Tensor, wire: Tensor, table: BlockTable, feedback: bool, factor: float
     ) -> None:
         """`codec.decode_encode`."""
-        with stage("decode and encode", self.kind, self._unit_name):
+        with self.stage("decode and encode"):
             decode_encode(
                 received,
                 wire,
@@ -109,6 +110,10 @@ class Hop:
                 factor,
                 backend=self._backend,
             )
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """A range of a profile for a stage of this exchange."""
+        return stage(name, self.kind, self._unit_name)
 
     def _stats(self, peers: int, table: BlockTable, first: int) -> EncodeStats:
         assert self._squares is not None and self._nonfinite is not None

@@ -193,14 +193,16 @@ class LoCoReduceScatter(Reducer):
         by_node = rearrange(send, "(node local) byte -> node local byte", node=num_nodes)
         received = rearrange(receive, "(node local) byte -> node local byte", node=num_nodes)
         for node in range(num_nodes):
-            dist.all_to_all_single(received[node], by_node[node], group=intra)
+            with self._intra_hop.stage("exchange"):
+                dist.all_to_all_single(received[node], by_node[node], group=intra)
             self._intra_hop.decode(received[node], node_sum[node], table)
         return node_sum, num_nodes * table.layout.bytes_per_shard * (intra.size() - 1)
 
     def _exchange(self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup) -> int:
         """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
         table, feedback, send, receive = self._encode(self._hop, gradient, output_tensor.numel())
-        dist.all_to_all_single(receive, send, group=group)
+        with self._hop.stage("exchange"):
+            dist.all_to_all_single(receive, send, group=group)
         self._hop.decode(receive, output_tensor, table)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1

@@ -6,6 +6,7 @@ each other for ever, fail their test; the pool is then started anew for the next
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -21,14 +22,22 @@ import torch.distributed as dist
 from loco_fsdp.codec.backends import AUTO
 
 _TIMEOUT_S = 120
-_GRACE_S = 5  # for the other ranks, once one has failed
+_GRACE_S = 5
 
 
 class RankPool:
-    """`world_size` processes of a gloo group."""
+    """`world_size` processes of a gloo group.
 
-    def __init__(self, world_size: int) -> None:
+    timeout_s: of the group's collectives
+    grace_s: for the other ranks to answer, once one has failed
+    """
+
+    def __init__(
+        self, world_size: int, *, timeout_s: int = _TIMEOUT_S, grace_s: int = _GRACE_S
+    ) -> None:
         self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.grace_s = grace_s
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -41,7 +50,7 @@ class RankPool:
         results: list[Any] = []
         failures: list[str] = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(_GRACE_S if failures else _TIMEOUT_S):
+            if not connection.poll(self.grace_s if failures else _TIMEOUT_S):
                 failures.append(f"rank {rank} did not answer")
                 continue
             try:
@@ -65,7 +74,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, store, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, store, self.timeout_s, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -81,7 +92,7 @@ class RankPool:
         self._processes, self._connections = [], []
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, timeout_s: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     # Each rank would compile for longer than its tests take; test_compiled.py shows that compiled
     # code gives the same bits, and test_train.py runs it in a training.
@@ -92,7 +103,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=_TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     while True:
         try:
@@ -114,3 +125,17 @@ def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError(f"{function} raised nothing")
+
+
+def heard(function: Callable[[], Any]) -> list[str]:
+    """What the library warns of on this rank while `function` runs."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("loco_fsdp")
+    logger.addHandler(handler)
+    try:
+        function()
+    finally:
+        logger.removeHandler(handler)
+    return messages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from loco_fsdp import LoCo, LoCoConfig, LoCoFSDP, attach
-from ranks import RankPool, raised
+from ranks import RankPool, heard, raised
 from toy import Given, Net, backward, batch, cpu_mesh, shard
 
 Ranks = Callable[[int], RankPool]
@@ -86,20 +85,6 @@ def bits_of(tensors: list[Tensor]) -> list[list[int]]:
     return [tensor.contiguous().view(torch.uint8).flatten().tolist() for tensor in tensors]
 
 
-def heard(caplog_of: str, function: Callable[[], Any]) -> list[str]:
-    """The warnings that `function` logs on this rank."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(caplog_of)
-    logger.addHandler(handler)
-    try:
-        function()
-    finally:
-        logger.removeHandler(handler)
-    return messages
-
-
 # --- the same ranks, topology and configuration ----------------------------------------------
 
 
@@ -128,7 +113,7 @@ def saved(
 def resumed(path: str, case: int) -> Any:
     name, options = CASES[case]
     model, loco, optimizer = build(name, options)
-    warnings = heard("loco_fsdp", lambda: load(model, optimizer, path))
+    warnings = heard(lambda: load(model, optimizer, path))
     train(model, optimizer, range(5, 10))
     return bits_of(result(model)), loco.stats(), warnings
 
@@ -180,7 +165,7 @@ def saved_by(path: str, name: str, options: dict[str, Any]) -> Any:
 
 def loaded_by(path: str, name: str, options: dict[str, Any]) -> Any:
     model, loco, optimizer = build(name, options)
-    warnings = heard("loco_fsdp", lambda: load(model, optimizer, path))
+    warnings = heard(lambda: load(model, optimizer, path))
     train(model, optimizer, range(5, 6))
     return loco.stats()["reductions"], warnings
 
@@ -215,7 +200,7 @@ def changed(path: str, old: dict[str, Any], new: dict[str, Any]) -> Any:
     train(first, torch.optim.SGD(first.parameters(), lr=0.1), range(5))
     dcp.save({"loco": first.loco}, checkpoint_id=path)
     second: Any = LoCoFSDP(Net(), LoCoConfig(**new), mesh=cpu_mesh())
-    warnings = heard("loco_fsdp", lambda: dcp.load({"loco": second.loco}, checkpoint_id=path))
+    warnings = heard(lambda: dcp.load({"loco": second.loco}, checkpoint_id=path))
     before, after = first.loco.stats(), second.loco.stats()
     return warnings, before["reductions"], after["reductions"], after["error_norm"]
 
@@ -245,7 +230,7 @@ def resized(path: str, name: str, options: dict[str, Any]) -> Any:
             planner=DefaultLoadPlanner(allow_partial_load=True),
         )
 
-    warnings = heard("loco_fsdp", partly)
+    warnings = heard(partly)
     train(model, optimizer, range(5, 6))
     return loco.stats()["reductions"], warnings
 
@@ -261,7 +246,7 @@ def without_state(strict: bool) -> Any:
             results.append(raised(loco.load_state_dict, state, strict=True))
             assert loco.stats()["error_norm"] == norm
         else:
-            results.append(heard("loco_fsdp", lambda: loco.load_state_dict(state)))  # noqa: B023
+            results.append(heard(lambda: loco.load_state_dict(state)))  # noqa: B023
     return results
 
 
@@ -277,7 +262,7 @@ def without_errors() -> Any:
     model, loco, optimizer = build("flat", {})
     train(model, optimizer, range(2))
     small, whole = loco.state_dict(error=False), loco.state_dict()
-    warnings = heard("loco_fsdp", lambda: loco.load_state_dict(small))
+    warnings = heard(lambda: loco.load_state_dict(small))
     stats = loco.stats()
     error_bytes = sum(
         tensor.nbytes for _, _, _, *tensors in contents(whole)["errors"] for tensor in tensors
@@ -303,13 +288,13 @@ def frozen_and_wrapped_anew(path: str) -> Any:
 
     renamed = fully_shard(Given(c=(40,)), mesh=cpu_mesh())
     other = attach(renamed, config)
-    mismatch = heard("loco_fsdp", lambda: dcp.load({"loco": other}, checkpoint_id=path))
+    mismatch = heard(lambda: dcp.load({"loco": other}, checkpoint_id=path))
 
     frozen = Given(a=(40,), b=(40,))
     frozen.a.requires_grad_(False)
     fully_shard(frozen, mesh=cpu_mesh())
     third = attach(frozen, config)
-    messages = heard("loco_fsdp", lambda: dcp.load({"loco": third}, checkpoint_id=path))
+    messages = heard(lambda: dcp.load({"loco": third}, checkpoint_id=path))
     before = third.stats()["error_bytes"]
     backward(frozen, b=gradients["b"])
     backward(old, b=gradients["b"])
@@ -337,7 +322,7 @@ def regrouped(path: str) -> Any:
     dcp.save({"loco": first}, checkpoint_id=path)
     new = fully_shard(Net(), mesh=cpu_mesh())
     second = attach(new, config)
-    messages = heard("loco_fsdp", lambda: dcp.load({"loco": second}, checkpoint_id=path))
+    messages = heard(lambda: dcp.load({"loco": second}, checkpoint_id=path))
     ours, theirs = (
         {name: payload for _, name, _, payload, _ in contents(loco.state_dict())["errors"]}
         for loco in (second, first)

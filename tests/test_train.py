@@ -1,7 +1,5 @@
 """The example training script: its configuration, data, model, and short runs on two ranks."""
 
-
-
 from __future__ import annotations
 
 import dataclasses

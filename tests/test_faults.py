@@ -1,0 +1,125 @@
+"""Ranks that die, differ, or produce what is no number: said on all ranks, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from loco_fsdp import LoCoConfig, LoCoFSDP, agreement, attach
+from ranks import RankPool, raised
+from toy import Given, Net, batch, cpu_mesh, shard
+
+Ranks = Callable[[int], RankPool]
+
+
+def other_version(package: str) -> str:
+    """Attach, with another version of the library on rank 1."""
+    original = agreement.version
+    if dist.get_rank() == 1:
+        agreement.version = lambda name: "9.9" if name == package else original(name)
+    try:
+        return raised(attach, shard(Net()))
+    finally:
+        agreement.version = original
+
+
+def test_ranks_with_other_versions_are_refused(ranks: Ranks) -> None:
+    messages = set(ranks(2).run(other_version, "loco-fsdp"))
+    (message,) = messages
+    assert message.startswith("ValueError: attach did nothing: rank 0 runs loco-fsdp 0.1.0, torch ")
+    assert "and rank 1 loco-fsdp 9.9, torch" in message
+
+
+def other_node_size(topology: str) -> str:
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() < 2 else "1"
+    try:
+        return raised(attach, shard(Net()), LoCoConfig(topology=topology))  # type: ignore[arg-type]
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def test_ranks_with_another_environment_are_refused(ranks: Ranks) -> None:
+    messages = ranks(4).run(other_node_size, "hierarchical")
+    assert len(set(messages)) == 1
+    assert "nodes have 1 and 2 ranks, they must have as many" in messages[0]
+
+
+def dies(topology: str, step_of_death: int) -> str:
+    options: dict[str, Any] = {"topology": topology, "node_size": 2}
+    mesh = cpu_mesh()
+    if topology == "HSDP":
+        options, mesh = {}, cpu_mesh(2, 2)
+    model: Any = LoCoFSDP(Net(), LoCoConfig(**options), mesh=mesh)
+    for step in range(3):
+        loss = model(batch()).square().mean()
+        if step == step_of_death and dist.get_rank() == 3:
+            os._exit(1)
+        try:
+            loss.backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("topology", ["flat", "HSDP"])
+def test_death_of_a_rank_ends_all(topology: str) -> None:
+    pool = RankPool(4, timeout_s=6, grace_s=20)
+    try:
+        with pytest.raises(AssertionError) as failure:
+            pool.run(dies, topology, 1)
+    finally:
+        pool.stop()
+    assert "rank 3:\ndied" in str(failure.value)
+    # The others have heard of it, at the latest by the timeout of the group.
+    assert "did not answer" not in str(failure.value)
+    assert "went on" not in str(failure.value)
+
+
+def scaled_training(dtype: torch.dtype, bad: float) -> Any:
+    """Five steps with a gradient scaler; rank 1 has a bad element in the third."""
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    model: Any = LoCoFSDP(
+        Given(a=(64,), b=(64,)), LoCoConfig(block_size=32), mesh=cpu_mesh(), mp_policy=policy
+    )
+    nn.init.ones_(model.a.to_local())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    history = []
+    for step in range(5):
+        gradient = torch.full((64,), 7.0)
+        if step == 2 and dist.get_rank() == 1:
+            gradient[40] = bad
+        scaler.scale(model(a=gradient, b=torch.full((64,), 7.0))).backward()
+        finite = bool(model.a.grad.to_local().isfinite().all())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stats = model.loco.stats()
+        history.append((finite, scaler.get_scale(), stats["error_norm"], stats["nonfinite_blocks"]))
+    return history, model.a.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_scaler_sees_what_is_not_finite_and_skips_the_step_everywhere(
+    ranks: Ranks, dtype: torch.dtype, bad: float
+) -> None:
+    results = ranks(2).run(scaled_training, dtype, bad)
+    for rank, (history, weights) in enumerate(results):
+        # Element 40 of 64 is in the second rank's shard, and the first rank's scaler hears of it.
+        assert [finite for finite, *_ in history] == [True, True, rank == 0, True, True]
+        assert [scale for _, scale, *_ in history] == [4, 4, 2, 2, 2]
+        # Constant sevens leave no error, before or after.
+        assert all(norm == 0 for _, _, norm, _ in history)
+        assert [blocks for *_, blocks in history] == [0, 0, rank, rank, rank]
+        # Four steps of 0.5 * 7 each.
+        assert weights == [1 - 4 * 3.5] * 64
