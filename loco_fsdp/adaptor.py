@@ -112,6 +112,9 @@ class LoCo:
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart;
         `error_bytes`, `buffer_bytes`: memory of the errors, and of the buffers to send and to
         receive, which all units share.
+
+        Squares are summed in float32: `relative_error` and `error_norm` are not finite once values
+        exceed 1e18 or so.
         """
         counters = [reducer.counters for reducer in self._reducers]
         rows = [row for unit_rows in self._measured() for row in unit_rows]

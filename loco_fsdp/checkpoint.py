@@ -148,7 +148,7 @@ def load_state(reducers: Sequence[Reducer], state_dict: Mapping[str, Any], stric
     if finding.misfits and all(group.rank() == 0 for group in groups):
         first, *others = finding.misfits
         more = f" (and {len(others)} more like it)" if others else ""
-        logger.warning("LoCo errors that do not fit start at 0: %s%s", first, more)
+        logger.warning("not all LoCo errors were loaded, and others start at 0: %s%s", first, more)
     if updates is None and finding.progress is None:
         return
     for reducer, update in zip(reducers, updates or map(_blank, reducers), strict=True):

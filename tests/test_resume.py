@@ -23,7 +23,7 @@ from training_runs import command, environment, run_on_two_ranks
 
 ROUNDS = int(os.environ.get("LOCO_KILL_ROUNDS", "3"))
 # Enough steps that a run is killed somewhere before its end.
-STEPS = 16 + 4 * ROUNDS
+STEPS = 16 + 2 * ROUNDS
 SAVING = [
     *("--train.steps", str(STEPS), "--train.checkpoint_interval", "2"),
     *("--loco.reset_interval", "7", "--loco.warmup_steps", "3"),

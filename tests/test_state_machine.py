@@ -43,7 +43,7 @@ STORAGES = {"float32": 2.0**-20, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 KINDS = {
     "normal": 1.0,
     "tiny": 1e-30,
-    "huge": 1e30,
+    "huge": 1e15,
     "zero": 0.0,
     "inf": math.inf,
     "nan": math.nan,
