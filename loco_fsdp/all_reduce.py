@@ -95,8 +95,7 @@ class LoCoAllReduce(Reducer):
     1. Encode: add the error to the shard's gradient, quantize and pack it, a part for each replica.
     2. `all_to_all_single`: each replica gets what all replicas sent for its part.
     3. Decode, sum in float32 in the order of replicas and divide; add the error of the sum,
-    quantize
-       and pack again.
+       quantize and pack again.
     4. All-gather of the packed sums, and decode. All replicas decode the same bytes: their
        gradients are bitwise equal.
 
