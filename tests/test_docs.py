@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from loco_fsdp import plan
+from loco_fsdp import LoCoConfig, plan
 from ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -71,14 +71,13 @@ def blocks_of(page: Path) -> Iterator[Block]:
     lines = page.read_text().splitlines()
     name, start = str(page.relative_to(ROOT)), 0
     while start < len(lines):
-        opening = re.fullmatch(r"(?:(`{3,})(\S*).*|(<!-- setup))", lines[start])
+        opening = re.fullmatch(r"( *)(?:(`{3,})(\S*).*|(<!-- setup))", lines[start])
         start += 1
         if opening is None:
             continue
-        fence, language, setup = opening.groups()
-        closing = "-->" if setup else fence
-        end = lines.index(closing, start)
-        content = "\n".join(lines[start:end]) + "\n"
+        indent, fence, language, setup = opening.groups()
+        end = lines.index(indent + ("-->" if setup else fence), start)
+        content = "".join(line.removeprefix(indent) + "\n" for line in lines[start:end])
         yield Block(name, start + 1, "setup" if setup else language, content)
         start = end + 1
 
@@ -228,3 +227,9 @@ def test_toml(block: Block, tmp_path: Path) -> None:
 @each("json")
 def test_json(block: Block) -> None:
     json.loads(block.content)
+
+
+def test_the_page_on_configuration_has_every_field_and_its_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE)
+    assert rows == [(name, repr(value)) for name, value in LoCoConfig().to_dict().items()]
