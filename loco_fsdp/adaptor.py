@@ -88,11 +88,13 @@ class LoCo:
             for row in rows
         ]
         notes = []
+        if self._workspace.nbytes:
+            notes.append(f"Buffers to send and to receive: {self._workspace.nbytes:,} bytes")
         if any(r.unit.replicas > 1 and not isinstance(r, LoCoAllReduce) for r in self._reducers):
-            notes = [
+            notes.append(
                 "The all-reduce over replicas stays in full precision: shard the model with "
                 "LoCoFSDP(model, mesh=mesh) to reduce over replicas in low bits instead"
-            ]
+            )
         return "\n".join(["LoCo on:", *lines, *notes])
 
     def stats(self) -> dict[str, float]:

@@ -9,8 +9,7 @@ is private here, and why:
 - `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
   this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
 - `FSDPParamGroup._reduce_scatter_comm`, `._all_reduce_hook`, `.force_sum_reduction_for_comms`: to
-put
-  back what was there. The setters of `FSDPModule` set them for one group of a module only.
+  put back what was there. The setters of `FSDPModule` set them for one group of a module only.
 - `FSDPParamGroup.all_reduce_grads`, `.gradient_divide_factor`: what the user has set, which an
   all-reduce hook has to follow.
 - `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
