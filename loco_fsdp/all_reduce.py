@@ -14,6 +14,7 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import FSDPUnit, all_gather
 from loco_fsdp.hop import Hop
 from loco_fsdp.reducer import Reducer
@@ -93,7 +94,7 @@ class LoCoAllReduce(Reducer):
     """The all-reduce over replicas of one FSDP unit, whose model is sharded inside of each replica.
 
     1. Encode: add the error to the shard's gradient, quantize and pack it, a part for each replica.
-    2. `all_to_all_single`: each replica gets what all replicas sent for its part.
+    2. Exchange: each replica gets what all replicas sent for its part.
     3. Decode, sum in float32 in the order of replicas and divide; add the error of the sum,
        quantize and pack again.
     4. All-gather of the packed sums, and decode. All replicas decode the same bytes: their
@@ -227,7 +228,7 @@ class LoCoAllReduce(Reducer):
                 self._scatter.encode(elements, wire.view(1, -1), part.table, plan.feedback, block)
             block += part.table.layout.num_blocks
         with self._scatter.stage("exchange"):
-            dist.all_to_all_single(receive.view(-1), send, [own_bytes] * replicas, sizes, group)
+            exchange(receive, send, group, [own_bytes] * replicas, sizes)
 
         gathered = self._workspace.get("all-reduce gathered", (replicas, largest), device)
         mine = gathered[rank, :own_bytes].view(1, -1)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.exchange import exchange
 from loco_fsdp.plan import Cluster, add_job_options, job_from_options, report
 from loco_fsdp.topology import ranks_per_node
 
@@ -85,9 +86,9 @@ def _exchange_seconds(
     sizes = [part_bytes if rank in peers else 0 for rank in range(world_size)]
     send = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     receive = torch.empty_like(send)
-    return _median_seconds(
-        lambda: dist.all_to_all_single(receive, send, sizes, sizes), device, repeats
-    )
+    world = dist.group.WORLD
+    assert world is not None
+    return _median_seconds(lambda: exchange(receive, send, world, sizes, sizes), device, repeats)
 
 
 def _codec_seconds(

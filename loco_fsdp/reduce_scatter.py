@@ -13,6 +13,7 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import FSDPUnit, reduce_scatters
 from loco_fsdp.hop import Hop
 from loco_fsdp.reducer import Reducer
@@ -30,7 +31,7 @@ class LoCoReduceScatter(Reducer):
 
     1. Encode: add the error to the gradient, quantize and pack it for every rank of the group, and
        update the error.
-    2. `all_to_all_single` of the packed bytes: each rank gets what all ranks sent for its shard.
+    2. Exchange of the packed bytes: each rank gets what all ranks sent for its shard.
     3. Decode: sum the shard over all ranks in float32, in the order of ranks, and cast it.
 
     Hierarchical, where `groups` are given: first a reduce-scatter inside the node in the dtype of
@@ -194,7 +195,7 @@ class LoCoReduceScatter(Reducer):
         received = rearrange(receive, "(node local) byte -> node local byte", node=num_nodes)
         for node in range(num_nodes):
             with self._intra_hop.stage("exchange"):
-                dist.all_to_all_single(received[node], by_node[node], group=intra)
+                exchange(received[node], by_node[node], intra)
             self._intra_hop.decode(received[node], node_sum[node], table)
         return node_sum, num_nodes * table.layout.bytes_per_shard * (intra.size() - 1)
 
@@ -202,7 +203,7 @@ class LoCoReduceScatter(Reducer):
         """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
         table, feedback, send, receive = self._encode(self._hop, gradient, output_tensor.numel())
         with self._hop.stage("exchange"):
-            dist.all_to_all_single(receive, send, group=group)
+            exchange(receive, send, group)
         self._hop.decode(receive, output_tensor, table)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1

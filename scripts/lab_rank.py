@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
 from loco_fsdp.all_reduce import LoCoAllReduce
+from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.probe import measure_cluster
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
@@ -98,7 +99,7 @@ class TimedReduceScatter:
 class AllToAllReduceScatter:
     """An all-to-all of the gradient as it is, and a float32 sum: 16 bits without feedback.
 
-    1. `all_to_all_single` of `input_tensor` `[world_size * shard]` in its dtype.
+    1. Exchange of `input_tensor` `[world_size * shard]` in its dtype.
     2. Sum over ranks in float32, into `output_tensor` `[shard]`.
     """
 
@@ -120,7 +121,7 @@ class AllToAllReduceScatter:
     ) -> None:
         if self._received is None or self._received.numel() != input_tensor.numel():
             self._received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(self._received, input_tensor, group=group)
+        exchange(self._received, input_tensor, group)
         rows = self._received.view(group.size(), -1)
         output_tensor.copy_(rows.sum(dim=0, dtype=torch.float32))
 

@@ -10,28 +10,37 @@ from typing import Any
 
 import torch.distributed as dist
 
+import loco_fsdp.all_reduce
+import loco_fsdp.reduce_scatter
+
 # FSDP2 reduces by reduce_scatter_single since torch 2.13 and by reduce_scatter_tensor before;
-# loco-fsdp by all_to_all_single.
-COLLECTIVES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single")
+# loco-fsdp by its exchange, of both of its reducers. All take (output, input, ...).
+COLLECTIVES = (
+    (dist, "reduce_scatter_single"),
+    (dist, "reduce_scatter_tensor"),
+    (loco_fsdp.reduce_scatter, "exchange"),
+    (loco_fsdp.all_reduce, "exchange"),
+)
 
 
 class GradientTraffic:
-    """While it is entered, counts what reduce-scatters and all-to-alls send.
+    """While it is entered, counts what reduce-scatters and exchanges send.
 
     Of an input of B bytes over N ranks, a rank keeps its own Nth part and sends B * (N - 1) / N:
-    in an all-to-all and in a ring reduce-scatter alike. Nothing but gradients may go through
+    in an exchange and in a ring reduce-scatter alike. Nothing but gradients may go through
     these collectives meanwhile; FSDP2's parameters go through all-gathers, which are not counted.
     """
 
     def __init__(self) -> None:
         self.bytes_sent = 0
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def __enter__(self) -> GradientTraffic:
-        for name in COLLECTIVES:
-            if hasattr(dist, name):
-                self._originals[name] = getattr(dist, name)
-                setattr(dist, name, self._counted(self._originals[name]))
+        for module, name in COLLECTIVES:
+            if hasattr(module, name):
+                original = getattr(module, name)
+                self._originals.append((module, name, original))
+                setattr(module, name, self._counted(original))
         return self
 
     def __exit__(
@@ -40,8 +49,8 @@ class GradientTraffic:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+        for module, name, original in self._originals:
+            setattr(module, name, original)
         self._originals.clear()
 
     def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +60,8 @@ class GradientTraffic:
         def counted(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             world_size = dist.get_world_size(arguments.get("group"))
-            self.bytes_sent += arguments["input"].nbytes * (world_size - 1) // world_size
+            sent = list(arguments.values())[1]
+            self.bytes_sent += sent.nbytes * (world_size - 1) // world_size
             return collective(*args, **kwargs)
 
         return counted

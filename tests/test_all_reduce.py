@@ -247,27 +247,27 @@ def test_parameters_that_sit_out(ranks: Ranks) -> None:
 
 
 def bytes_sent() -> tuple[int, int, dict[str, float]]:
-    sent = {"all_to_all_single": 0, "all_gather": 0}
+    sent = {"exchange": 0, "all_gather": 0}
     model = Given(weight=(64, 96))
     LoCoFSDP(model, LoCoConfig(node_size=1), mesh=cpu_mesh(2, 1))
     import loco_fsdp.all_reduce as module
 
-    original_exchange, original_gather = dist.all_to_all_single, module.all_gather
+    original_exchange, original_gather = module.exchange, module.all_gather
 
-    def exchange(output: Tensor, input: Tensor, *args: Any) -> Any:
-        sent["all_to_all_single"] += input.nbytes // 2
-        return original_exchange(output, input, *args)
+    def exchange(receive: Tensor, send: Tensor, *args: Any) -> None:
+        sent["exchange"] += send.nbytes // 2
+        original_exchange(receive, send, *args)
 
     def gather(output: Tensor, input: Tensor, group: Any) -> None:
         sent["all_gather"] += input.nbytes
         original_gather(output, input, group)
 
-    dist.all_to_all_single, module.all_gather = exchange, gather
+    module.exchange, module.all_gather = exchange, gather
     try:
         backward(model, weight=torch.ones(64, 96))
     finally:
-        dist.all_to_all_single, module.all_gather = original_exchange, original_gather
-    return sent["all_to_all_single"], sent["all_gather"], model.loco.stats()
+        module.exchange, module.all_gather = original_exchange, original_gather
+    return sent["exchange"], sent["all_gather"], model.loco.stats()
 
 
 def test_bytes_are_those_of_the_wire_layout(ranks: Ranks) -> None:

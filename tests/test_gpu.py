@@ -1,7 +1,7 @@
 """Streams, memory and synchronisation of a reduction: what only shows on a GPU, run on the CPU too
 where it means something.
 
-The group is a stand-in whose all-to-all gives every rank back what it sent: what is under test is
+The group is a stand-in whose exchange gives every rank back what it sent: what is under test is
 this side of the wire.
 """
 
@@ -28,12 +28,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
 
 @pytest.fixture(autouse=True)
 def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An all-to-all that returns what was sent, on the current stream."""
+    """An exchange that returns what was sent, on the current stream."""
 
-    def all_to_all_single(output: Tensor, input: Tensor, group: Any) -> None:
-        output.copy_(input)
+    def exchange(receive: Tensor, send: Tensor, group: Any) -> None:
+        receive.copy_(send)
 
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr("loco_fsdp.reduce_scatter.exchange", exchange)
     monkeypatch.setattr("loco_fsdp.reduce_scatter.remote_peers", lambda *_: 0)
     yield
 
