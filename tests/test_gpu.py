@@ -42,6 +42,7 @@ def reduce_scatter(device: str, config: LoCoConfig) -> LoCoReduceScatter:
     unit: Any = SimpleNamespace(
         name="unit",
         world_size=WORLD_SIZE,
+        process_groups=[],
         reduce_scatter=None,
         force_sum=False,
         reduce_dtype=torch.float32,
