@@ -30,6 +30,10 @@ WRONG = [
     ("min_numel", -5),
     ("backend", "cuda"),
     ("check_ranks", "yes"),
+    ("guard", 0),
+    ("guard", "0.5"),
+    ("guard", True),
+    ("guard", float("inf")),
 ]
 
 
@@ -55,6 +59,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "min_numel": 0,
         "backend": "auto",
         "check_ranks": False,
+        "guard": None,
     }
 
 
