@@ -34,7 +34,8 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
         least = min(predictions, key=lambda p: p.state_bytes)
         return (
             f"Nothing fits: {least.way} needs the least memory, "
-            f"{format_size(least.state_bytes)} a rank, and there are {format_size(job.memory_bytes)}. Use more ranks."
+            f"{format_size(least.state_bytes)} a rank, and there are "
+            f"{format_size(job.memory_bytes)}. Use more ranks."
         )
     stock = min(
         (p for p in fitting if "loco" not in p.way and "alltoall" not in p.way),
