@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.cost_model import Cluster
 from loco_fsdp.exchange import exchange
-from loco_fsdp.plan import Cluster, add_job_options, job_from_options, report
+from loco_fsdp.plan import add_job_options, job_from_options, report
 from loco_fsdp.topology import ranks_per_node
 
 _WARMUP = 2

@@ -36,7 +36,7 @@ import torch
 from lab_network import INTERFACE, LabError, LabNetwork, check_machine
 from lab_rank import RankSpec
 from lab_report import add_plan, plot, summarize, table
-from loco_fsdp.plan import parse_rate, parse_seconds
+from loco_fsdp.quantities import parse_rate, parse_seconds
 
 WAYS = (
     *("fsdp-fp32", "fsdp-bf16", "ring-fp32", "ring-bf16", "fsdp-alltoall"),

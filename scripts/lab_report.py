@@ -8,7 +8,7 @@ from typing import Any
 
 from lab_rank import RankSpec
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.plan import Cluster, Job, predict
+from loco_fsdp.cost_model import Cluster, Job, predict
 
 _PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
 

@@ -10,22 +10,18 @@ import pytest
 import torch
 
 from loco_fsdp import LoCoConfig, probe
-from loco_fsdp.plan import (
+from loco_fsdp.cost_model import (
     WAYS,
     Cluster,
     Job,
     Prediction,
-    main,
-    parse_count,
-    parse_rate,
-    parse_seconds,
     predict,
     predict_all,
-    recommend,
-    report,
     wire_bytes_per_element,
 )
+from loco_fsdp.plan import main, recommend, report
 from loco_fsdp.probe import measure_cluster
+from loco_fsdp.quantities import parse_count, parse_rate, parse_seconds
 from ranks import RankPool, raised
 
 NUMEL = 2**20  # each of its 4 or 16 shards is a whole number of blocks
