@@ -4,7 +4,7 @@
         --inter-bandwidth 100Gb/s --intra-bandwidth 3.6Tb/s --compute 2s
 
 `loco_fsdp.cost_model` says how they are worked out. Here links carry what they are said to;
-`loco_fsdp.probe` measures each collective on the cluster itself.
+`loco_fsdp.probe` measures them on the cluster itself.
 """
 
 from __future__ import annotations
