@@ -12,6 +12,7 @@ is private here, and why:
   put back what was there. The setters of `FSDPModule` set them for one group of a module only.
 - `FSDPParamGroup.all_reduce_grads`, `.gradient_divide_factor`: what the user has set, which an
   all-reduce hook has to follow.
+- `torch.distributed.distributed_c10d._world.pg_names`: `new_group` makes names from its length.
 - `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
 """
 
@@ -211,6 +212,11 @@ def _join(module_name: str, parameter_name: str) -> str:
 def is_stock(comm: ReduceScatter) -> bool:
     """Whether this is one of the reduce-scatters of FSDP2 itself."""
     return type(comm).__module__.startswith("torch.distributed.fsdp.")
+
+
+def num_groups() -> int:
+    """How many process groups this rank is in."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 # torch 2.13 renames them, and warns of the old names.

@@ -235,3 +235,17 @@ def test_two_hops_send_half_the_bytes_between_nodes(ranks: Ranks) -> None:
     # flat: both ranks of a node to both of the other; hierarchical: each to one
     for flat, hierarchical in ranks(4).run(compare_bytes):
         assert hierarchical == flat / 2 == 64 * (128 + 4)
+
+
+def attach_among_other_groups() -> list[str]:
+    """Ranks 0 and 1 are in a group of their own, as the ends of a pipeline are."""
+    dist.new_group([0, 1])
+    model = fully_shard(Given(a=(64,)), mesh=cpu_mesh())
+    loco = attach(model, LoCoConfig(topology="hierarchical", node_size=2, bits=8, block_size=32))
+    backward(model, a=torch.full((64,), 127.0 * (dist.get_rank() + 1)))
+    return [str(reduced(model.a).unique().item()), str(loco.stats()["reductions"])]
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
+    # (1 + 2 + 3 + 4) / 4 of 127, without loss.
+    assert ranks(4).run(attach_among_other_groups) == [["317.5", "1.0"]] * 4
