@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 import matplotlib
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -88,10 +89,10 @@ def compare(study: Study, files: ResultFiles) -> list[Comparison]:
 
 
 def comparison_table(study: Study, comparisons: Sequence[Comparison]) -> Table:
-    """Losses in nats, differences in thousandths of that."""
-    table = Table(title=f"Difference to {study.baseline}, paired over seeds")
-    table.add_column("path", no_wrap=True)
-    columns = ("seeds", "validation loss", "difference / 1e-3", "standard error / 1e-3", "sent")
+    """As Markdown: losses in nats, differences to the baseline in thousandths of that."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("gradients", no_wrap=True)
+    columns = ("seeds", "validation loss", "difference (1e-3)", "standard error (1e-3)", "bytes")
     for column in columns:
         table.add_column(column, justify="right")
     for comparison in comparisons:
@@ -102,7 +103,7 @@ def comparison_table(study: Study, comparisons: Sequence[Comparison]) -> Table:
             f"{mean(comparison.val_losses):.4f}",
             "" if is_baseline else f"{1e3 * comparison.mean_difference:+.2f}",
             "" if is_baseline else f"{1e3 * comparison.standard_error:.2f}",
-            f"1/{comparison.bytes_ratio:.2f}",
+            f"1 / {comparison.bytes_ratio:.2f}",
         )
     return table
 
@@ -171,7 +172,7 @@ def write_report(study: Study, files: ResultFiles, stem: Path) -> None:
     comparisons = compare(study, files)
     if not comparisons:
         raise ValueError(f"{files.results_file} has no run of {study.baseline!r} in this study")
-    Console(width=110).print(comparison_table(study, comparisons))
+    Console(width=120).print(comparison_table(study, comparisons))
     draw_curves(study, files.curves(), stem.with_name(f"{stem.name}_curves.png"))
     draw_differences(study, comparisons, stem.with_name(f"{stem.name}_differences.png"))
     print(f"Plots: {stem.resolve()}_*.png")

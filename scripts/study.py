@@ -33,6 +33,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from train_config import Config, load_config
 
+TRAINED_TABLES = ("model", "data", "optim", "train", "loco")  # of Config: they decide the loss
+
 
 @dataclass(frozen=True)
 class Run:
@@ -49,8 +51,9 @@ class Run:
     def key(self) -> str:
         """The same for the same training, whatever study it is in and what it is called there."""
         config = dataclasses.asdict(self.config)
-        del config["train"]["metrics"]  # a file name
-        text = json.dumps([self.ranks, config], sort_keys=True)
+        tables = {table: config[table] for table in TRAINED_TABLES}
+        del tables["train"]["metrics"]  # a file name
+        text = json.dumps([self.ranks, tables], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
