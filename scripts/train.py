@@ -30,9 +30,10 @@ from checkpointing import Checkpoints, TrainingState
 from data import Batch, Text, draw_batch, load_text, validation_batches
 from loco_fsdp import LoCo, LoCoFSDP
 from model import Block, build_model
+from optimizers import build_optimizer
 from reporting import Reporter
 from traffic import GradientTraffic
-from train_config import Config, OptimConfig, load_config, torch_dtype
+from train_config import Config, load_config, torch_dtype
 
 
 class StepResult(NamedTuple):
@@ -101,17 +102,6 @@ def sharded_model(config: Config, mesh: DeviceMesh) -> FSDPModule:
         # by default, the ranks' reduce-scatters would differ in size.
         model.set_reduce_scatter_unused_params(True)
     return model
-
-
-def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `config` names."""
-    parameters, lr, weight_decay = model.parameters(), config.lr, config.weight_decay
-    if config.name == "adamw":
-        # Fused, because dispatching each small DTensor alone is slow; DTensor has no fused SGD.
-        return torch.optim.AdamW(
-            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
-        )
-    return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=weight_decay)
 
 
 def lr_factor(step: int, warmup_steps: int, steps: int) -> float:

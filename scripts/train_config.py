@@ -71,7 +71,8 @@ class DataConfig:
 class OptimConfig:
     """The optimizer, its learning rate over time, and gradient clipping."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """With "muon", what is no matrix, the embedding and the head take AdamW."""
 
     lr: float = 3e-3
     """Peak of the learning rate: linear warm-up to it, then cosine decay to zero."""
@@ -80,6 +81,7 @@ class OptimConfig:
     """Steps of the learning rate's warm-up."""
 
     weight_decay: float = 0.1
+    """Decoupled from the gradient, but for "adam" and "sgd", which add it to the gradient."""
 
     momentum: float = 0.9
     """Momentum of "sgd"."""

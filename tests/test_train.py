@@ -23,12 +23,15 @@ from torch.distributed.fsdp import fully_shard
 import data
 import training_runs  # noqa: F401 - puts scripts/ on the path
 from model import MixtureOfExperts, Rotary, build_model
-from train import build_optimizer, lr_factor
+from optimizers import build_optimizer
+from train import lr_factor
 from train_config import Config, ModelConfig, OptimConfig, load_config
 from training_runs import ROOT, run_on_two_ranks
 
 DENSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48)
 SPARSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48, num_experts=5, top_k=2)
+# configs/compare_*.toml are studies, for scripts/compare.py.
+TRAIN_CONFIGS = sorted(set(ROOT.glob("configs/*.toml")) - set(ROOT.glob("configs/compare_*.toml")))
 MODELS = pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "moe"])
 
 
@@ -39,7 +42,7 @@ def test_no_arguments_give_the_defaults() -> None:
     assert load_config([]) == Config()
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAIN_CONFIGS, ids=lambda path: path.stem)
 def test_config_reads_back_from_toml(path: Path, tmp_path: Path) -> None:
     argv = ["--loco.bits", "8", "--loco.reset_interval", "null", "--optim.lr", "0.01"]
     config = load_config(["--config", str(path), *argv])
@@ -217,7 +220,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon"])
 def test_optimizer_steps_sharded_parameters(name: Any, mesh: DeviceMesh) -> None:
     # DTensor lacks some fused optimizers, which shows on the first step only.
     model = fully_shard(build_model(DENSE, max_seq_len=8, seed=0), mesh=mesh)
