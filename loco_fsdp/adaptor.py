@@ -239,7 +239,6 @@ def attach(
         ValueError: no FSDP unit in `module`, LoCo or another custom reduce-scatter is there
             already, or the ranks do not agree. Then nothing is attached, on any rank.
         TypeError: `config` is no `LoCoConfig`, or `select` returned something else than it may.
-        NotImplementedError: `config` asks for something that is not built yet.
     """
     return attach_to(module, config, select, replicas=None)
 

@@ -51,7 +51,7 @@ class LoCoConfig:
     """Reductions of a unit that are sent in full precision first."""
 
     topology: Topology = "auto"
-    """Who sends what to whom: see docs/design.md, section 4."""
+    """Who sends what to whom: see docs/topologies.md."""
 
     node_size: int | None = None
     """Ranks per node; None: from the environment variable LOCAL_WORLD_SIZE."""
