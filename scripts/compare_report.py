@@ -101,11 +101,16 @@ def comparison_table(study: Study, comparisons: Sequence[Comparison]) -> Table:
             comparison.name,
             str(len(comparison.differences)),
             f"{mean(comparison.val_losses):.4f}",
-            "" if is_baseline else f"{1e3 * comparison.mean_difference:+.2f}",
-            "" if is_baseline else f"{1e3 * comparison.standard_error:.2f}",
+            "" if is_baseline else _milli(comparison.mean_difference, "+.2f"),
+            "" if is_baseline else _milli(comparison.standard_error, ".2f"),
             f"1 / {comparison.bytes_ratio:.2f}",
         )
     return table
+
+
+def _milli(value: float, form: str) -> str:
+    """In thousandths; a dash if it is not known."""
+    return format(1e3 * value, form) if math.isfinite(value) else "-"
 
 
 def draw_curves(study: Study, curves: dict[str, list[CurvePoint]], path: Path) -> None:
@@ -150,7 +155,7 @@ def draw_differences(study: Study, comparisons: Sequence[Comparison], path: Path
     axes.invert_yaxis()
     axes.set_xscale("symlog", linthresh=10)
     axes.set_xlabel(
-        f"validation loss minus that of {study.baseline} (1e-3 nats)\n"
+        f"validation loss minus that of {study.baseline} (1e-3 nats, logarithmic beyond 10)\n"
         "dots: seeds, diamonds: mean and standard error"
     )
     axes.grid(alpha=0.3)

@@ -33,7 +33,15 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from train_config import Config, load_config
 
-TRAINED_TABLES = ("model", "data", "optim", "train", "loco")  # of Config: they decide the loss
+# Of Config, what decides the loss: these tables, without where files are written and when.
+TRAINED_TABLES = ("model", "data", "optim", "train", "loco")
+NOT_TRAINED = {
+    "metrics",
+    "tensorboard",
+    "checkpoints",
+    "checkpoint_interval",
+    "keep_checkpoints",
+}
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,15 @@ class Run:
     @property
     def key(self) -> str:
         """The same for the same training, whatever study it is in and what it is called there."""
-        config = dataclasses.asdict(self.config)
-        tables = {table: config[table] for table in TRAINED_TABLES}
-        del tables["train"]["metrics"]  # a file name
-        text = json.dumps([self.ranks, tables], sort_keys=True)
+        # A field that is None is one that is not used: left out, so that results stay valid when
+        # the configuration gets new ones.
+        values = {
+            f"{table}.{name}": value
+            for table in TRAINED_TABLES
+            for name, value in dataclasses.asdict(getattr(self.config, table)).items()
+            if name not in NOT_TRAINED and value is not None
+        }
+        text = json.dumps([self.ranks, values], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

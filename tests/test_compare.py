@@ -69,7 +69,8 @@ def test_key_depends_on_what_is_trained_alone() -> None:
 
     assert key(TINY) == key(f"{TINY} --loco.bits 4", name="spelled out")
     assert key(TINY) == key(f"{TINY} --train.metrics elsewhere.jsonl")
-    assert len({key(TINY), key(f"{TINY} --loco.beta 0.5"), key(TINY, ranks=4)}) == 3
+    others = (f"{TINY} --loco.beta 0.5", f"{TINY} --loco.reset_interval null")
+    assert len({key(TINY), *map(key, others), key(TINY, ranks=4)}) == 4
     assert len({run.key for run in STUDY.runs()}) == 6
 
 
