@@ -16,8 +16,8 @@ and all-reduces over nodes in L rings at once. Parameters of p bytes are gathere
 again in the backward: FSDP sends 2 p P (N-1)/N between nodes and as much by a rank, HSDP nothing
 between nodes and 2 p P (L-1)/L by a rank.
 
-Seconds of a collective are those that were measured of it, or else its bytes over the slower of the
-links it uses; collectives one after the other add up. Reducing in low bits adds the codec. The
+Seconds of a collective are those that were measured of it (`Cluster.rates`), or else its bytes over
+the slower of the links it uses; collectives one after the other add up. Low bits add the codec. The
 longer of communication and `overlap` of the computation makes the step, with the rest of the
 computation.
 """
@@ -83,7 +83,11 @@ class Cluster:
     """Bits/s that a rank sends to others of its node, in each direction."""
 
     codec_rate: float = 500e9
-    """Bytes/s of float32 gradient that a rank encodes and decodes, one after the other."""
+    """Bytes/s of float32 gradient that a rank encodes and decodes, one after the other; of 16-bit
+    gradients, twice their own bytes."""
+
+    codec_latency_s: float = 0.0
+    """Seconds of encoding and decoding a unit beside its elements."""
 
     latency_s: float = 0.0
     """Seconds of a message between nodes beside its bytes."""
@@ -101,7 +105,8 @@ class Cluster:
             _check_count(name, getattr(self, name))
         for name in ("inter_bandwidth", "intra_bandwidth", "codec_rate", "stock_factor"):
             _check_number(name, getattr(self, name), positive=True)
-        _check_number("latency_s", self.latency_s, positive=False)
+        for name in ("latency_s", "codec_latency_s"):
+            _check_number(name, getattr(self, name), positive=False)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,14 @@ class Prediction:
     state_bytes: float
 
 
+class Reduction(NamedTuple):
+    """How gradients are reduced: collectives, and `passes` of the codec over `elements` each."""
+
+    transfers: list[Transfer]
+    passes: float = 0.0
+    elements: float = 0.0
+
+
 class Traffic(NamedTuple):
     """Bytes that a node sends to others, that a rank sends, and inside its node; messages in a
     row."""
@@ -204,14 +217,12 @@ def predict(way: str, cluster: Cluster, job: Job) -> Prediction:
     if way not in WAYS:
         raise ValueError(f"way={way!r}: it must be one of {', '.join(WAYS)}")
     shards = cluster.ranks_per_node * (1 if way.startswith("hsdp") else cluster.num_nodes)
-    reduction, codec_elements = _reduction(way, cluster, job)
-    gathered_bytes = _NUM_GATHERS * DTYPE_BYTES[job.param_dtype] * job.num_parameters
-    scope = "node" if way.startswith("hsdp") else "all"
-    gathering = Transfer("all-gather", scope, gathered_bytes, _NUM_GATHERS)
+    reduction, gathering = _reduction(way, cluster, job), _gathering(way, job)
     gather, gather_s = _traffic(gathering, cluster), _seconds(gathering, cluster, job)
-    hops = [_traffic(transfer, cluster) for transfer in reduction]
-    reduce_s = sum(_seconds(transfer, cluster, job) for transfer in reduction)
-    reduce_s += 4 * codec_elements / cluster.codec_rate
+    hops = [_traffic(transfer, cluster) for transfer in reduction.transfers]
+    reduce_s = sum(_seconds(transfer, cluster, job) for transfer in reduction.transfers)
+    codec_s = 4 * reduction.elements / cluster.codec_rate + job.num_units * cluster.codec_latency_s
+    reduce_s += reduction.passes * codec_s
     communication_s = gather_s + reduce_s
     error_bytes = _error_bytes(way, cluster, job.loco)
     reduce_bytes = sum(hop.inter_node_bytes for hop in hops)
@@ -234,8 +245,30 @@ def predict_all(cluster: Cluster, job: Job) -> list[Prediction]:
     return [predict(way, cluster, job) for way in WAYS]
 
 
-def _reduction(way: str, cluster: Cluster, job: Job) -> tuple[list[Transfer], float]:
-    """The collectives that reduce gradients, and the elements that a rank encodes and decodes."""
+def measurable_calls(cluster: Cluster, job: Job) -> dict[Transfer, list[int]]:
+    """What a probe has to measure for `Cluster.rates`: the bytes of each call of these `WAYS`.
+
+    The transfers differ in collective, scope or dtype; `num_bytes` and `calls` of a step are 0.
+    """
+    found: dict[Transfer, set[int]] = {}
+    for way in WAYS:
+        for transfer in (*_reduction(way, cluster, job).transfers, _gathering(way, job)):
+            scope, size = _scope(transfer, cluster)
+            if size > 1:
+                one = Transfer(transfer.collective, scope, 0, 0, transfer.dtype)
+                call_bytes = int(transfer.num_bytes / (job.num_units * transfer.calls))
+                found.setdefault(one, set()).add(call_bytes)
+    return {transfer: sorted(sizes) for transfer, sizes in found.items()}
+
+
+def _gathering(way: str, job: Job) -> Transfer:
+    """The collectives that gather parameters."""
+    num_bytes = _NUM_GATHERS * DTYPE_BYTES[job.param_dtype] * job.num_parameters
+    scope = "node" if way.startswith("hsdp") else "all"
+    return Transfer("all-gather", scope, num_bytes, _NUM_GATHERS)
+
+
+def _reduction(way: str, cluster: Cluster, job: Job) -> Reduction:
     nodes, local, numel = cluster.num_nodes, cluster.ranks_per_node, job.num_parameters
     dtype = "float32" if way.endswith("fp32") else "bfloat16"
     if "loco" in way:
@@ -243,23 +276,23 @@ def _reduction(way: str, cluster: Cluster, job: Job) -> tuple[list[Transfer], fl
     num_bytes = DTYPE_BYTES[dtype] * numel
     wire_bytes = numel * wire_bytes_per_element(job.loco, -(-numel // (nodes * local)))
     if way in ("fsdp-fp32", "fsdp-bf16"):
-        return [Transfer("reduce-scatter", "all", num_bytes, 1, dtype)], 0
+        return Reduction([Transfer("reduce-scatter", "all", num_bytes, 1, dtype)])
     if way == "fsdp-alltoall":  # its sum costs about what decoding does
-        return [Transfer("exchange", "all", num_bytes)], (1 - _ENCODING) * numel
+        return Reduction([Transfer("exchange", "all", num_bytes)], 1 - _ENCODING, numel)
     if way == "loco-flat" or (way == "loco-hierarchical" and nodes == 1):
-        return [Transfer("exchange", "all", wire_bytes)], numel
+        return Reduction([Transfer("exchange", "all", wire_bytes)], 1, numel)
     # Hierarchical reduces inside the node for each node that the result is for, one by one.
     calls = nodes if way == "loco-hierarchical" else 1
     inside = Transfer("reduce-scatter", "node", num_bytes, calls, dtype)
     if way in ("hsdp-fp32", "hsdp-bf16"):
-        return [inside, Transfer("all-reduce", "across", num_bytes / local, 1, dtype)], 0
+        return Reduction([inside, Transfer("all-reduce", "across", num_bytes / local, 1, dtype)])
     exchange = Transfer("exchange", "across", wire_bytes / local)
     if way == "loco-hierarchical":
-        return [inside, exchange], numel / local
+        return Reduction([inside, exchange], 1, numel / local)
     # HSDP encodes a shard, decodes it twice and encodes its part of the sum.
     passes = _ENCODING * (1 + 1 / nodes) + (1 - _ENCODING) * 2 if nodes > 1 else 0
     gather = Transfer("all-gather", "across", wire_bytes / local)
-    return [inside, exchange, gather], passes * numel / local
+    return Reduction([inside, exchange, gather], passes, numel / local)
 
 
 def _scope(transfer: Transfer, cluster: Cluster) -> tuple[str, int]:

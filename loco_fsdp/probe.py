@@ -3,8 +3,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \\
         -m loco_fsdp.probe --parameters 8e9 --compute 2s
 
-All ranks exchange at once, as in training: first with ranks of other nodes only, then inside of
-their nodes; then all of them encode and decode a gradient. NCCL on GPUs, gloo on CPUs.
+All ranks send at once, as in training: to ranks of other nodes only, then inside of their nodes;
+then all of them encode and decode a gradient, and call the collectives of a step, each with tensors
+as large as those of an FSDP unit: give its `--units`. NCCL on GPUs, gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -12,39 +13,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
-from loco_fsdp.config import LoCoConfig
-from loco_fsdp.cost_model import Cluster
+from loco_fsdp.collective_rates import line_through, measure_rates, median_seconds
+from loco_fsdp.cost_model import Cluster, Job
 from loco_fsdp.exchange import exchange
 from loco_fsdp.plan import add_job_options, job_from_options, report
 from loco_fsdp.topology import ranks_per_node
 
-_WARMUP = 2
-
 
 def measure_cluster(
-    config: LoCoConfig, device: torch.device, *, exchange_bytes: int, numel: int, repeats: int = 5
+    job: Job, device: torch.device, *, max_bytes: int = 64_000_000, repeats: int = 5
 ) -> Cluster:
-    """The `Cluster` that these ranks are. A collective of all ranks.
+    """The `Cluster` that these ranks are, as `job` would use it. A collective of all ranks.
 
     Args:
-        config: of the codec, and `node_size`.
+        job: whose units are sent and encoded; `node_size` is that of its `LoCoConfig`.
         device: where gradients are.
-        exchange_bytes: that each rank sends, in each exchange.
-        numel: elements of the gradient that each rank encodes.
+        max_bytes: of a tensor; what larger ones take is told from smaller ones.
         repeats: of each measurement; the median counts.
 
     Raises:
         ValueError: there is one rank, or ranks do not fill nodes.
     """
-    world_size, node_size = dist.get_world_size(), ranks_per_node(config.node_size)
+    world_size, node_size = dist.get_world_size(), ranks_per_node(job.loco.node_size)
     if world_size == 1:
         raise ValueError("world_size=1: nothing is sent; start at least two ranks with torchrun")
     if world_size % node_size:
@@ -53,24 +50,33 @@ def measure_cluster(
             "set LOCAL_WORLD_SIZE, or start as many ranks on each node"
         )
     nodes = world_size // node_size
+    unit_bytes = min(max_bytes, 4 * -(-job.num_parameters // job.num_units))
     inter = intra = None
     if nodes > 1:
-        seconds = _exchange_seconds(device, exchange_bytes, node_size, repeats, inside=False)
-        inter = 8 * exchange_bytes * node_size / seconds
+        seconds = _exchange_seconds(device, unit_bytes, node_size, repeats, inside=False)
+        inter = 8 * unit_bytes * node_size / seconds
     if node_size > 1:
-        seconds = _exchange_seconds(device, exchange_bytes, node_size, repeats, inside=True)
-        intra = 8 * exchange_bytes / seconds
+        seconds = _exchange_seconds(device, unit_bytes, node_size, repeats, inside=True)
+        intra = 8 * unit_bytes / seconds
     # A link that is not there has no bytes to carry: any number will do.
     inter_bandwidth, intra_bandwidth = inter or intra, intra or inter
     assert inter_bandwidth is not None and intra_bandwidth is not None
-    return Cluster(
+    large, small = (  # elements that a rank encodes of a unit, with one hop and with two
+        (4 * numel, _codec_seconds(job, device, numel, world_size, repeats))
+        for numel in (unit_bytes // 4, unit_bytes // 4 // max(node_size, 2))
+    )
+    codec_latency_s, codec_rate = line_through(small, large)
+    cluster = Cluster(
         num_nodes=nodes,
         ranks_per_node=node_size,
         inter_bandwidth=inter_bandwidth,
         intra_bandwidth=intra_bandwidth,
-        codec_rate=4 * numel / _codec_seconds(config, device, numel, world_size, repeats),
+        codec_rate=codec_rate,
+        codec_latency_s=max(codec_latency_s, 0.0),
         stock_factor=2.0 if dist.get_backend() == "gloo" else 1.0,
     )
+    rates = measure_rates(cluster, job, device, max_bytes=max_bytes, repeats=repeats)
+    return replace(cluster, rates=rates)
 
 
 def _exchange_seconds(
@@ -89,19 +95,18 @@ def _exchange_seconds(
     receive = torch.empty_like(send)
     world = dist.group.WORLD
     assert world is not None
-    return _median_seconds(lambda: exchange(receive, send, world, sizes, sizes), device, repeats)
+    return median_seconds(lambda: exchange(receive, send, world, sizes, sizes), device, repeats)
 
 
-def _codec_seconds(
-    config: LoCoConfig, device: torch.device, numel: int, peers: int, repeats: int
-) -> float:
+def _codec_seconds(job: Job, device: torch.device, numel: int, peers: int, repeats: int) -> float:
     """Seconds in which a rank encodes `numel` elements for `peers` and decodes as many."""
+    config, dtype = job.loco, getattr(torch, job.reduce_dtype)
     backend = choose_backend(config.backend, device)
     shard = -(-numel // peers)
     layout = BlockLayout((shard,), config.bits, config.block_size)
     table = layout.place(device)
-    gradient = torch.randn(peers, shard, device=device)
-    output = torch.empty(shard, device=device)
+    gradient = torch.randn(peers, shard, device=device).to(dtype)
+    output = torch.empty(shard, dtype=dtype, device=device)
     wire = torch.zeros(peers, layout.bytes_per_shard, dtype=torch.uint8, device=device)
     stats = EncodeStats(
         torch.zeros(peers, layout.num_blocks, 2, device=device),
@@ -124,28 +129,7 @@ def _codec_seconds(
         encode(gradient, wire, table, stats, error, config.beta, backend=backend)
         decode(wire, output, table, backend=backend)
 
-    return _median_seconds(encode_and_decode, device, repeats)
-
-
-def _median_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `function` on the slowest rank, after a warm-up."""
-    seconds = []
-    for _ in range(_WARMUP + repeats):
-        dist.barrier()
-        _synchronize(device)
-        start = time.perf_counter()
-        function()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[_WARMUP:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    slowest_s: list[float] = slowest.tolist()
-    return median(slowest_s)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    return median_seconds(encode_and_decode, device, repeats)
 
 
 def describe(cluster: Cluster) -> str:
@@ -156,6 +140,10 @@ def describe(cluster: Cluster) -> str:
     if cluster.ranks_per_node > 1:
         lines.append(f"inside a node: {cluster.intra_bandwidth / 1e9:.4g} Gb/s a rank")
     lines.append(f"codec: {cluster.codec_rate / 1e9:.4g} GB/s of float32 gradient a rank")
+    lines += [
+        f"{name}: {rate / 1e9:.3g} GB/s, and {1e3 * latency_s:.3g} ms a call"
+        for name, (latency_s, rate) in sorted(cluster.rates.items())
+    ]
     return "\n".join(lines)
 
 
@@ -163,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser("-m loco_fsdp.probe", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--exchange-mb", type=float, default=64.0, help="that a rank sends at once")
-    parser.add_argument("--codec-elements", type=int, default=2**24, help="in an encoded gradient")
+    parser.add_argument("--max-mb", type=float, default=64.0, help="of a tensor that is sent")
     parser.add_argument("--repeats", type=int, default=5)
     add_job_options(parser)
     options = parser.parse_args(argv)
@@ -180,11 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         cluster = measure_cluster(
-            job.loco,
-            device,
-            exchange_bytes=int(options.exchange_mb * 1e6),
-            numel=options.codec_elements,
-            repeats=options.repeats,
+            job, device, max_bytes=int(options.max_mb * 1e6), repeats=options.repeats
         )
         if dist.get_rank() == 0:
             print(f"{describe(cluster)}\n\n{report(cluster, job)}", flush=True)

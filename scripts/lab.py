@@ -46,6 +46,7 @@ SWEEP = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
 _MAX_RANKS = 4
 _RANK_SCRIPT = Path(__file__).with_name("lab_rank.py")
 _POLL_S = 0.05
+_END_S = 30.0  # for a killed rank to be gone
 
 
 class Ranks:
@@ -90,7 +91,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the network ends what is left on its nodes
+                process.wait(timeout=_END_S)
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # what a dead rank has not read
                 process.stdin.close()

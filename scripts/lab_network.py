@@ -15,9 +15,11 @@ no limit. Nothing outside of these namespaces is touched, and nothing leads out 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 
 INTERFACE = "eth0"
@@ -25,7 +27,10 @@ _SUBNET = "10.77.0"
 _QUEUE_MS = 30  # of a full queue, as a switch with little memory has
 _MIN_BURST_BYTES = 70_000  # a segment that the kernel has not cut into packets yet
 _BURST_S = 1e-3
-_END = "ip netns pids $n | xargs -r kill -9"  # what still runs on a node
+# Ends what still runs on a node, and removes it.
+_END = "ip netns pids $n | xargs -r kill -9; ip netns del $n"
+_OF_A_LAB = re.compile(r"loco-[a-z]+-(\d+)-[0-9a-f]{6}.*")  # with its process id
+_COMMAND_S = 30.0  # far more than any of these commands takes
 
 
 class LabError(RuntimeError):
@@ -48,7 +53,7 @@ def check_machine() -> None:
             f"this kernel or container does not allow network namespaces: {error}"
         ) from (None)
     finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        _try("ip", "netns", "del", name)
 
 
 class LabNetwork:
@@ -67,6 +72,7 @@ class LabNetwork:
         self._janitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LabNetwork:
+        remove_leftovers()
         try:
             self._make()
         except BaseException:
@@ -97,10 +103,7 @@ class LabNetwork:
         for node, name in enumerate(self.nodes):
             # The same rule again may not change a queue in place: always make it anew.
             for namespace, device in ((name, INTERFACE), (self._switch, f"port{node}")):
-                subprocess.run(
-                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"],
-                    capture_output=True,
-                )
+                _try("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
             port = ("tc", "-n", self._switch, "qdisc", "add", "dev", f"port{node}", "root")
             if not delay_s:
@@ -117,7 +120,7 @@ class LabNetwork:
         # Removes everything once the pipe closes, which it also does if this process is killed.
         names = " ".join([*self.nodes, self._switch])
         self._janitor = subprocess.Popen(
-            ["sh", "-c", f"read line; for n in {names}; do {_END}; ip netns del $n; done"],
+            ["sh", "-c", f"read line; for n in {names}; do {_END}; done"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -132,7 +135,7 @@ class LabNetwork:
             _run("ip", "netns", "add", name)
             # What every node would say to the others by itself is no traffic of ours.
             quiet = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
-            subprocess.run(self.command(node, "sh", "-c", quiet), capture_output=True)
+            _try(*self.command(node, "sh", "-c", quiet))
             link = ("link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run(*switch, *link)
             _run(*switch, "link", "set", port, "master", "br0", "up")
@@ -145,16 +148,41 @@ class LabNetwork:
 
     def _remove(self) -> None:
         if self._janitor is not None:
-            self._janitor.communicate()
-            self._janitor = None
+            try:
+                self._janitor.communicate(timeout=_COMMAND_S)
+            except subprocess.TimeoutExpired:
+                raise LabError(
+                    f"namespaces {' '.join([*self.nodes, self._switch])} are not removed after "
+                    f"{_COMMAND_S:.0f} s; the next run of the lab tries again"
+                ) from None
+            finally:
+                self._janitor = None
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of labs that no longer run, should one have been killed with all its
+    helpers at once."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        owner = _OF_A_LAB.fullmatch(name)
+        if owner and not Path("/proc", owner[1]).exists():
+            _try("sh", "-c", f"n={name}; {_END}")
 
 
 def _unique_name(what: str) -> str:
     return f"loco-{what}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+def _try(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that may fail, but not go on for ever."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        raise LabError(f"{' '.join(command)}: not done after {_COMMAND_S:.0f} s") from None
+
+
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _try(*command)
     if done.returncode:
         raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

@@ -27,6 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
 from loco_fsdp.all_reduce import LoCoAllReduce
+from loco_fsdp.collective_rates import measure_rates
+from loco_fsdp.cost_model import Job
 from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.probe import measure_cluster
@@ -55,6 +57,18 @@ class RankSpec:
     steps: int
     timeout_s: float
     store: str
+
+    def job(self, compute_s: float) -> Job:
+        """What the planner is told of a step that computes for `compute_s`."""
+        return Job(
+            num_parameters=self.num_layers * self.dim**2,
+            compute_s=compute_s,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            loco=LoCoConfig.from_dict({**self.loco, "node_size": self.ranks_per_node}),
+            num_units=self.num_layers,
+            overlap=0.0,  # gloo's collectives keep the CPU from computing
+        )
 
 
 def _mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
@@ -240,11 +254,21 @@ def measure(trainees: list[Trainee], stopwatch: Stopwatch, spec: RankSpec) -> di
 
 def probe(stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
     """What the planner wants to know: the cluster, and the seconds of a step without sending."""
-    numel = spec.dim * spec.dim
-    config = LoCoConfig.from_dict({**spec.loco, "node_size": spec.ranks_per_node})
-    cluster = measure_cluster(config, torch.device("cpu"), exchange_bytes=4 * numel, numel=numel)
     alone = measure([Trainee(COMPUTE, spec, stopwatch)], stopwatch, spec)
-    return {"cluster": asdict(cluster), "compute_s": median(alone[COMPUTE]["step_s"])}
+    job, cpu = spec.job(median(alone[COMPUTE]["step_s"])), torch.device("cpu")
+    cluster = measure_cluster(job, cpu)
+    comm = RingReduceScatter()
+    ring = measure_rates(
+        cluster,
+        job,
+        cpu,
+        max_bytes=4 * spec.dim**2,
+        repeats=5,
+        collectives={
+            "reduce-scatter": lambda whole, other, group: comm(other[0], whole, group, None)
+        },
+    )
+    return {"cluster": asdict(cluster), "ring_rates": ring, "compute_s": job.compute_s}
 
 
 def sent_bytes(interface: str) -> int:

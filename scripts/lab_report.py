@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lab_rank import RankSpec
-from loco_fsdp.config import LoCoConfig
-from loco_fsdp.cost_model import Cluster, Job, predict
+from loco_fsdp.cost_model import Cluster, predict
 
 _PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
 
@@ -50,18 +50,11 @@ def add_plan(measured: dict[str, Any], probed: dict[str, Any], spec: RankSpec) -
         spec: what ranks were told.
     """
     measured["probed"] = probed
-    cluster = Cluster(**probed["cluster"])
-    job = Job(
-        num_parameters=spec.num_layers * spec.dim**2,
-        compute_s=probed["compute_s"],
-        param_dtype=spec.param_dtype,
-        reduce_dtype=spec.reduce_dtype,
-        loco=LoCoConfig.from_dict(spec.loco),
-        num_units=spec.num_layers,
-        overlap=0.0,  # gloo's collectives keep the CPU from computing
+    cluster, job = Cluster(**probed["cluster"]), spec.job(probed["compute_s"])
+    ring = dataclasses.replace(
+        cluster, stock_factor=1.0, rates={**cluster.rates, **probed["ring_rates"]}
     )
     for way, row in measured["ways"].items():
-        ring = Cluster(**{**probed["cluster"], "stock_factor": 1.0})
         planned = predict(_PLANNED_AS.get(way, way), ring if way in _PLANNED_AS else cluster, job)
         row["plan"] = {
             "node_bytes": planned.inter_node_bytes,

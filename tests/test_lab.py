@@ -20,6 +20,7 @@ import pytest
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
 
+import lab_network
 from lab import parse_options
 from lab_network import LabError, LabNetwork, check_machine
 from lab_report import crossing
@@ -29,6 +30,7 @@ DIM, NUM_LAYERS = 512, 2
 TINY = [
     *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s", "--backend", "eager"),
     *("--ways", "ring-bf16", "loco-flat", "--warmup", "1", "--steps", "5", "--time-limit", "100"),
+    "--plan",
 ]
 
 
@@ -113,10 +115,18 @@ def test_bytes_at_the_interface_are_those_of_the_wire_layout(
     (run,) = json.loads((tmp_path / "lab.json").read_text())["runs"]
     assert run["bits_per_s"] == 2e9
     for row in run["ways"].values():
+        assert row["plan"]["node_bytes"] == pytest.approx(row["node_bytes"], rel=0.15)
+        assert row["plan"]["step_s"] > row["plan"]["reduce_s"] > 0
         assert 0 < row["reduce_s"] < row["step_s"]
         assert {name: len(values) for name, values in row["steps"].items()} == {
             name: 5 for name in ("step_s", "reduce_s", "node_bytes", "local_bytes")
         }
+    # What was measured of collectives takes the place of bandwidths, and a ring is no all-reduce.
+    assert "exchange uint8 all" in run["probed"]["cluster"]["rates"]
+    assert set(run["probed"]["ring_rates"]) == {
+        "reduce-scatter float32 all",
+        "reduce-scatter bfloat16 all",
+    }
     numel = NUM_LAYERS * DIM * DIM
     gathered = 2 * 2 * numel / 2  # twice, 2 bytes, to one other rank
     wire = NUM_LAYERS * BlockLayout((DIM * DIM // 2,), 4, 256).bytes_per_shard
@@ -156,6 +166,26 @@ def test_two_networks_at_once_and_an_error_inside_of_one() -> None:
         second.limit(1e9)
         raise ZeroDivisionError
     assert namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_what_a_killed_lab_and_its_helper_left_is_removed_by_the_next() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = f"loco-lab-{gone.pid}-0a1b2c-node0"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    sleeping = subprocess.Popen(["ip", "netns", "exec", left, "sleep", "300"])
+    with LabNetwork(2) as first, LabNetwork(2) as second:
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert left not in listed
+        assert all(name in listed for name in (*first.nodes, *second.nodes))
+    assert sleeping.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_command_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab_network, "_COMMAND_S", 0.1)
+    with pytest.raises(LabError, match="sleep 100: not done after"):
+        lab_network._run("sleep", "100")
 
 
 @needs_namespaces

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from loco_fsdp import LoCoConfig, probe
+from loco_fsdp.collective_rates import line_through
 from loco_fsdp.cost_model import (
     WAYS,
     Cluster,
     Job,
     Prediction,
+    measurable_calls,
     predict,
     predict_all,
     wire_bytes_per_element,
@@ -125,6 +127,60 @@ def test_latency_counts_messages_of_every_unit() -> None:
     for way, messages in (("fsdp-bf16", 3), ("loco-flat", 1), ("hsdp-loco", 2)):
         added = predict(way, cluster, job).reduce_s - predict(way, SMALL, job).reduce_s
         assert added == pytest.approx(messages * 10 * 1e-3)
+
+
+def test_measured_collectives_take_the_place_of_bandwidths() -> None:
+    rates = {
+        "exchange uint8 all": (1e-3, 1e9),
+        "reduce-scatter float32 node": (2e-3, 2e9),
+        "exchange uint8 across": (-3e-3, 4e9),
+    }
+    cluster = dataclasses.replace(SMALL, rates=rates, codec_rate=1e30)
+    job = dataclasses.replace(JOB, num_units=10)
+    flat, two_hops = (predict(f"loco-{way}", cluster, job) for way in ("flat", "hierarchical"))
+    assert flat.reduce_s == pytest.approx(10 * 1e-3 + WIRE_BYTES / 1e9)
+    # inside the node once for each of 2 nodes; between nodes the half of it
+    inside_s, across_s = 10 * 2 * 2e-3 + 4 * NUMEL / 2e9, -10 * 3e-3 + WIRE_BYTES / 2 / 4e9
+    assert two_hops.reduce_s == pytest.approx(inside_s + max(across_s, 0))
+    assert flat.gather_s == predict("loco-flat", SMALL, job).gather_s  # not measured
+
+
+def test_codec_takes_its_latency_for_every_unit_and_pass() -> None:
+    job = dataclasses.replace(JOB, num_units=10)
+    slow = dataclasses.replace(SMALL, codec_latency_s=1e-3)
+    # HSDP on 2 nodes encodes a shard and half of one, and decodes two halves and two halves.
+    passes = {"fsdp-bf16": 0, "loco-flat": 1, "loco-hierarchical": 1, "hsdp-loco": 0.75 * 1.5 + 0.5}
+    for way, number in passes.items():
+        added = predict(way, slow, job).reduce_s - predict(way, SMALL, job).reduce_s
+        assert added == pytest.approx(number * 10 * 1e-3)
+
+
+def test_line_through_two_measurements() -> None:
+    assert line_through((1000, 3e-3), (5000, 7e-3)) == pytest.approx((2e-3, 1e6))
+    assert line_through((1000, 1e-3), (5000, 9e-3)) == pytest.approx((-1e-3, 5e5))  # a burst
+    assert line_through((1000, 3e-3), (5000, 2e-3)) == (0, 2.5e6)  # noise
+
+
+def test_measurable_calls_are_those_of_the_ways() -> None:
+    job = dataclasses.replace(JOB, num_units=4)
+    calls = {
+        (call.collective, call.scope, call.dtype): sizes
+        for call, sizes in measurable_calls(SMALL, job).items()
+    }
+    unit, wire = NUMEL // 4, int(WIRE_BYTES) // 4
+    assert calls == {
+        ("reduce-scatter", "all", "float32"): [4 * unit],
+        ("reduce-scatter", "all", "bfloat16"): [2 * unit],
+        ("reduce-scatter", "node", "float32"): [2 * unit, 4 * unit],  # hierarchical: a node's half
+        ("reduce-scatter", "node", "bfloat16"): [2 * unit],
+        ("exchange", "all", "uint8"): [wire, 2 * unit],  # flat, and 16 bits
+        ("exchange", "across", "uint8"): [wire // 2],
+        ("all-gather", "across", "uint8"): [wire // 2],
+        ("all-gather", "all", "uint8"): [2 * unit],
+        ("all-gather", "node", "uint8"): [2 * unit],
+        ("all-reduce", "across", "float32"): [2 * unit],
+        ("all-reduce", "across", "bfloat16"): [unit],
+    }
 
 
 def test_gloo_sends_twice_what_a_ring_does() -> None:
@@ -308,8 +364,8 @@ def test_job_refuses(values: dict[str, float], message: str) -> None:
 
 def measured_cluster(node_size: int) -> Cluster:
     config = LoCoConfig(backend="eager", node_size=node_size)
-    cpu = torch.device("cpu")
-    return measure_cluster(config, cpu, exchange_bytes=1000, numel=1000, repeats=3)
+    job = dataclasses.replace(JOB, loco=config, num_units=8)
+    return measure_cluster(job, torch.device("cpu"), max_bytes=10_000, repeats=3)
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, 1), (2, 2), (4, 2)])
@@ -320,6 +376,9 @@ def test_probe_measures_links_and_codec(
     assert (first.num_nodes, first.ranks_per_node) == (world_size // node_size, node_size)
     assert first.stock_factor == 2
     assert all(cluster == first for cluster in others)
+    # All that a step calls is measured: no time is left that comes from a bandwidth.
+    unlimited = dataclasses.replace(first, inter_bandwidth=1e30, intra_bandwidth=1e30)
+    assert predict_all(unlimited, JOB) == predict_all(first, JOB)
     assert report(first, JOB)
 
 
