@@ -14,8 +14,8 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.exchange import exchange
-from loco_fsdp.fsdp_compat import FSDPUnit, all_gather
+from loco_fsdp.exchange import exchange_pieces
+from loco_fsdp.fsdp_compat import FSDPUnit
 from loco_fsdp.hop import Hop
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.topology import remote_peers
@@ -27,7 +27,7 @@ _MAX_PLANS = 64  # as in reduce_scatter.py
 class BlockRange(NamedTuple):
     """Consecutive blocks of a shard, which one replica sums.
 
-    first, last: their elements in the shard, `last` excluded
+    first, last: their numbers among the blocks of all parameters given, `last` excluded
     parts: for each of its parameters: place among those given, first block, `last` block, elements
     """
 
@@ -36,20 +36,24 @@ class BlockRange(NamedTuple):
     parts: tuple[tuple[int, int, int, int], ...]
 
 
-class _Part(NamedTuple):
-    """What one replica sums: its elements in the shard, and its blocks."""
-
-    first: int
-    last: int
-    table: BlockTable
-
-
 class _Plan(NamedTuple):
-    """Parts by replica; the blocks of this replica's with the rows of the errors of sums."""
+    """Where blocks are, and which of them the replicas sum.
 
-    parts: list[_Part]
+    shard: all blocks, with the rows of the errors of this rank's gradient
+    own: those that this replica sums, with the rows of the errors of sums
+    pieces: codes and scales of each replica's blocks on the wire of the shard
+    feedback: whether errors are added
+    """
+
+    shard: BlockTable
     own: BlockTable
+    pieces: list[tuple[slice, slice]]
     feedback: bool
+
+    @property
+    def own_pieces(self) -> tuple[slice, slice]:
+        """Codes and scales of this replica's blocks on their own wire."""
+        return self.own.layout.on_wire(0, self.own.layout.num_blocks)
 
 
 def split_blocks(
@@ -72,12 +76,10 @@ def split_blocks(
         num_ranges: replicas.
     """
     per_range = -(-unit_blocks // num_ranges)
-    starts = list(accumulate(numels, initial=0))
     ranges = []
-    position = 0
+    first = 0
     for index in range(num_ranges):
         parts = []
-        first = position
         for place, (numel, offset) in enumerate(zip(numels, unit_first_blocks, strict=True)):
             num_blocks = -(-numel // block_size)
             low = min(max(index * per_range - offset, 0), num_blocks)
@@ -85,20 +87,22 @@ def split_blocks(
             if low < high:
                 elements = min(high * block_size, numel) - low * block_size
                 parts.append((place, low, high, elements))
-                position = starts[place] + low * block_size + elements
-        ranges.append(BlockRange(first, position, tuple(parts)))
+        last = first + sum(high - low for _, low, high, _ in parts)
+        ranges.append(BlockRange(first, last, tuple(parts)))
+        first = last
     return ranges
 
 
 class LoCoAllReduce(Reducer):
     """The all-reduce over replicas of one FSDP unit, whose model is sharded inside of each replica.
 
-    1. Encode: add the error to the shard's gradient, quantize and pack it, a part for each replica.
-    2. Exchange: each replica gets what all replicas sent for its part.
+    1. Encode: add the error to the shard's gradient, quantize and pack it. Each replica sums some
+       of the blocks.
+    2. Exchange: each replica gets these blocks from all replicas.
     3. Decode, sum in float32 in the order of replicas and divide; add the error of the sum,
        quantize and pack again.
-    4. All-gather of the packed sums, and decode. All replicas decode the same bytes: their
-       gradients are bitwise equal.
+    4. Exchange: each replica sends its packed sums to all others, and decodes all sums. All
+       replicas decode the same bytes: their gradients are bitwise equal.
 
     FSDP2 calls this object with the shard's gradient `[shard]`, reduced over the shard group, on
     its all-reduce stream. It divides by the number of replicas, unless the user has set a divide
@@ -215,39 +219,33 @@ class LoCoAllReduce(Reducer):
         group, device = self._group, gradient.device
         replicas, rank = group.size(), group.rank()
         plan = self._plan(self.unit.active, gradient.numel(), device)
-        sizes = [part.table.layout.bytes_per_shard for part in plan.parts]
-        own_bytes, largest = sizes[rank], max(sizes)
+        shard, own = plan.shard.layout, plan.own.layout
+        wire = self._workspace.get("all-reduce wire", (1, shard.bytes_per_shard), device)
+        receive = self._workspace.get("all-reduce receive", (replicas, own.bytes_per_shard), device)
+        sums = self._workspace.get("all-reduce sums", (1, own.bytes_per_shard), device)
+        by_replica = [[wire[0, piece] for piece in pieces] for pieces in plan.pieces]
+        own_sums = [sums[0, piece] for piece in plan.own_pieces]
 
-        send = self._workspace.get("all-reduce send", (sum(sizes),), device)
-        receive = self._workspace.get("all-reduce receive", (replicas, own_bytes), device)
-        self._scatter.reserve(sum(part.table.layout.num_blocks for part in plan.parts), device)
-        block = 0
-        for part, wire in zip(plan.parts, torch.split(send, sizes), strict=True):
-            elements = gradient[part.first : part.last].view(1, -1)
-            if part.last > part.first:
-                self._scatter.encode(elements, wire.view(1, -1), part.table, plan.feedback, block)
-            block += part.table.layout.num_blocks
+        self._scatter.reserve(shard.num_blocks, device)
+        self._scatter.encode(gradient.view(1, -1), wire, plan.shard, plan.feedback)
         with self._scatter.stage("exchange"):
-            exchange(receive, send, group, [own_bytes] * replicas, sizes)
+            received = [[row[piece] for piece in plan.own_pieces] for row in receive]
+            exchange_pieces(received, by_replica, group)
 
-        gathered = self._workspace.get("all-reduce gathered", (replicas, largest), device)
-        mine = gathered[rank, :own_bytes].view(1, -1)
-        self._gather.reserve(plan.own.layout.num_blocks, device)
-        if plan.own.layout.num_blocks:
-            self._gather.decode_encode(receive, mine, plan.own, plan.feedback, factor)
+        self._gather.reserve(own.num_blocks, device)
+        if own.num_blocks:
+            self._gather.decode_encode(receive, sums, plan.own, plan.feedback, factor)
         with self._gather.stage("exchange"):
-            all_gather(gathered.view(-1), gathered[rank], group)
-        for part, wire, size in zip(plan.parts, gathered, sizes, strict=True):
-            if part.last > part.first:
-                output = gradient[part.first : part.last]
-                self._gather.decode(wire[:size].view(1, -1), output, part.table)
+            exchange_pieces(by_replica, [own_sums] * replicas, group)
+        self._gather.decode(wire, gradient, plan.shard)
 
         if self.config.error_feedback and not plan.feedback:
             self.counters.reductions_without_feedback += 1
-        return sum(sizes) - own_bytes + largest * (replicas - 1)
+        sizes = [sum(piece.nbytes for piece in pieces) for pieces in by_replica]
+        return sum(sizes) - sizes[rank] + sizes[rank] * (replicas - 1)
 
     def _make_plan(self, active: tuple[int, ...], numel: int, device: torch.device) -> _Plan:
-        """The parts of the replicas for the parameters with a gradient."""
+        """Where the blocks of the parameters with a gradient are."""
         bits, block_size = self._scatter.bits, self.config.block_size
         numels = [self.unit.shard_numels[index] for index in active]
         unit_layout = self._unit_layout()
@@ -260,35 +258,21 @@ class LoCoAllReduce(Reducer):
         ranges = split_blocks(numels, first_blocks, unit_blocks, block_size, self._group.size())
         feedback = known and self.config.error_feedback
         own = ranges[self._group.rank()]
+        rows = own_rows = None
         if feedback:
             self._scatter.error.add(
                 {index: unit_layout.blocks_per_part[index] for index in active}, device
             )
+            rows = self._scatter.error.rows_of(active)
             self._gather.error.add(
                 {active[place]: high - low for place, low, high, _ in own.parts}, device
             )
-        parts = []
-        for part in ranges:
-            rows = (
-                [
-                    row
-                    for place, low, high, _ in part.parts
-                    for row in self._scatter.error.rows[active[place]][low:high]
-                ]
-                if feedback
-                else None
-            )
-            parts.append(_Part(part.first, part.last, _place(part, bits, block_size, device, rows)))
-        own_rows = (
-            self._gather.error.rows_of(tuple(active[place] for place, *_ in own.parts))
-            if feedback
-            else None
+            own_rows = self._gather.error.rows_of(tuple(active[place] for place, *_ in own.parts))
+        shard = BlockLayout(tuple(numels), bits, block_size).place(device, rows)
+        own_numels = tuple(elements for *_, elements in own.parts)
+        return _Plan(
+            shard,
+            BlockLayout(own_numels, bits, block_size).place(device, own_rows),
+            [shard.layout.on_wire(part.first, part.last) for part in ranges],
+            feedback,
         )
-        return _Plan(parts, _place(own, bits, block_size, device, own_rows), feedback)
-
-
-def _place(
-    part: BlockRange, bits: int, block_size: int, device: torch.device, rows: list[int] | None
-) -> BlockTable:
-    numels = tuple(elements for *_, elements in part.parts)
-    return BlockLayout(numels, bits, block_size).place(device, rows)

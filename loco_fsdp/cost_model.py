@@ -291,8 +291,7 @@ def _reduction(way: str, cluster: Cluster, job: Job) -> Reduction:
         return Reduction([inside, exchange], 1, numel / local)
     # HSDP encodes a shard, decodes it twice and encodes its part of the sum.
     passes = _ENCODING * (1 + 1 / nodes) + (1 - _ENCODING) * 2 if nodes > 1 else 0
-    gather = Transfer("all-gather", "across", wire_bytes / local)
-    return Reduction([inside, exchange, gather], passes, numel / local)
+    return Reduction([inside, exchange, exchange], passes, numel / local)
 
 
 def _scope(transfer: Transfer, cluster: Cluster) -> tuple[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,11 +20,8 @@ def exchange(
 ) -> None:
     """Send each rank of `group` its part of `send`, and get one from each. A collective of `group`.
 
-    On GPUs this is `all_to_all_single`. On CPUs, where that of gloo uses about half of a link:
-
-    1. Ask for what all other ranks send, so that nobody who sends has to wait for a receiver.
-    2. Send to all others, each rank to the next one first: never all ranks to the same one.
-    3. Copy the own part, and wait.
+    On GPUs this is `all_to_all_single`; on CPUs, where that of gloo uses about half of a link, an
+    `exchange_pieces`.
 
     Args:
         receive: where parts go, in the order of ranks.
@@ -35,24 +34,47 @@ def exchange(
         flat = (receive.view(-1), send.view(-1))  # sizes count elements, not rows
         dist.all_to_all_single(*flat, receive_sizes, send_sizes, group)
         return
+    world_size = group.size()
+    exchange_pieces(
+        [[part] for part in _parts(receive, receive_sizes, world_size)],
+        [[part] for part in _parts(send, send_sizes, world_size)],
+        group,
+    )
+
+
+def exchange_pieces(
+    receive: Sequence[Sequence[Tensor]],
+    send: Sequence[Sequence[Tensor]],
+    group: dist.ProcessGroup,
+) -> None:
+    """An exchange whose parts lie in several pieces, in one launch where the backend can.
+
+    1. Ask for what all other ranks send, so that nobody who sends has to wait for a receiver.
+    2. Send to all others, each rank to the next one first: never all ranks to the same one.
+    3. Copy the own part, and wait.
+
+    Args:
+        receive: contiguous pieces from each rank, as many and as large as it sends.
+        send: contiguous pieces for each rank.
+        group: ranks that exchange. All of them call this.
+    """
     world_size, rank = group.size(), group.rank()
-    received = _parts(receive, receive_sizes, world_size)
-    sent = _parts(send, send_sizes, world_size)
     others = [(rank + step) % world_size for step in range(1, world_size)]
-    # Empty parts are empty on both sides: no message is sent for them.
-    work = [
-        dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG)
-        for peer in reversed(others)
-        if received[peer].numel()
+    # Empty pieces are empty on both sides: no message is sent for them.
+    messages = [
+        dist.P2POp(operation, piece, group=group, tag=_TAG + number, group_peer=peer)
+        for operation, pieces, peers in (
+            (dist.irecv, receive, reversed(others)),
+            (dist.isend, send, others),
+        )
+        for peer in peers
+        for number, piece in enumerate(pieces[peer])
+        if piece.numel()
     ]
-    work += [
-        dist.isend(sent[peer], group=group, group_dst=peer, tag=_TAG)
-        for peer in others
-        if sent[peer].numel()
-    ]
-    received[rank].copy_(sent[rank])
+    work = dist.batch_isend_irecv(messages) if messages else []
+    for mine, own in zip(receive[rank], send[rank], strict=True):
+        mine.copy_(own)
     for one in work:
-        assert one is not None  # only for ranks outside of the group
         one.wait()
 
 

@@ -75,16 +75,14 @@ class Hop:
             self._nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_measured = num_blocks
 
-    def encode(
-        self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool, first: int = 0
-    ) -> None:
-        """`codec.encode`; the blocks are measured from number `first` of those reserved."""
+    def encode(self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool) -> None:
+        """`codec.encode`."""
         with self.stage("encode"):
             encode(
                 gradient,
                 wire,
                 table,
-                self._stats(wire.shape[0], table, first),
+                self._stats(wire.shape[0], table),
                 self.error.state if feedback else None,
                 self._beta,
                 backend=self._backend,
@@ -104,7 +102,7 @@ class Hop:
                 received,
                 wire,
                 table,
-                self._stats(1, table, 0),
+                self._stats(1, table),
                 self.error.state if feedback else None,
                 self._beta,
                 factor,
@@ -115,10 +113,9 @@ class Hop:
         """A range of a profile for a stage of this exchange."""
         return stage(name, self.kind, self._unit_name)
 
-    def _stats(self, peers: int, table: BlockTable, first: int) -> EncodeStats:
+    def _stats(self, peers: int, table: BlockTable) -> EncodeStats:
         assert self._squares is not None and self._nonfinite is not None
-        num_blocks = peers * table.layout.num_blocks
-        squares = self._squares[first : first + num_blocks].view(peers, -1, 2)
+        squares = self._squares[: peers * table.layout.num_blocks].view(peers, -1, 2)
         return EncodeStats(squares, self._nonfinite)
 
     def measured(self) -> Measured:

@@ -14,12 +14,12 @@ import loco_fsdp.all_reduce
 import loco_fsdp.reduce_scatter
 
 # FSDP2 reduces by reduce_scatter_single since torch 2.13 and by reduce_scatter_tensor before;
-# loco-fsdp by its exchange, of both of its reducers. All take (output, input, ...).
+# loco-fsdp by its exchanges. All take (output, input, ...).
 COLLECTIVES = (
     (dist, "reduce_scatter_single"),
     (dist, "reduce_scatter_tensor"),
     (loco_fsdp.reduce_scatter, "exchange"),
-    (loco_fsdp.all_reduce, "exchange"),
+    (loco_fsdp.all_reduce, "exchange_pieces"),
 )
 
 
@@ -59,9 +59,13 @@ class GradientTraffic:
         @functools.wraps(collective)
         def counted(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
-            world_size = dist.get_world_size(arguments.get("group"))
-            sent = list(arguments.values())[1]
-            self.bytes_sent += sent.nbytes * (world_size - 1) // world_size
+            sent, group = list(arguments.values())[1], arguments.get("group")
+            if isinstance(sent, list):  # pieces by rank
+                others = [p for rank, p in enumerate(sent) if rank != dist.get_rank(group)]
+                self.bytes_sent += sum(piece.nbytes for pieces in others for piece in pieces)
+            else:
+                world_size = dist.get_world_size(group)
+                self.bytes_sent += sent.nbytes * (world_size - 1) // world_size
             return collective(*args, **kwargs)
 
         return counted

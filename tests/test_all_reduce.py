@@ -45,9 +45,11 @@ def test_every_block_has_one_replica_whatever_else_is_used(
             num_ranges,
         )
         assert [r.first for r in ranges[1:]] == [r.last for r in ranges[:-1]]
-        assert ranges[0].first == 0 and ranges[-1].last == sum(numels[i] for i in used)
+        assert ranges[0].first == 0 and ranges[-1].last == sum(blocks[i] for i in used)
         for r in ranges:
-            assert r.last - r.first == sum(elements for *_, elements in r.parts)
+            assert r.last - r.first == sum(high - low for _, low, high, _ in r.parts)
+        elements = sum(elements for r in ranges for *_, elements in r.parts)
+        assert elements == sum(numels[i] for i in used)
         return {
             (used[place], block): owner
             for owner, r in enumerate(ranges)
@@ -246,38 +248,71 @@ def test_parameters_that_sit_out(ranks: Ranks) -> None:
     assert ranks(2).run(unused_in_turn) == [[7.0] * 10] * 2
 
 
-def bytes_sent() -> tuple[int, int, dict[str, float]]:
-    sent = {"exchange": 0, "all_gather": 0}
-    model = Given(weight=(64, 96))
+def bytes_sent() -> tuple[list[int], dict[str, float]]:
+    """Bytes of each exchange to the other rank, and stats."""
+    sent = []
+    model = Given(weight=(64, 100))
     LoCoFSDP(model, LoCoConfig(node_size=1), mesh=cpu_mesh(2, 1))
     import loco_fsdp.all_reduce as module
 
-    original_exchange, original_gather = module.exchange, module.all_gather
+    original = module.exchange_pieces
 
-    def exchange(receive: Tensor, send: Tensor, *args: Any) -> None:
-        sent["exchange"] += send.nbytes // 2
-        original_exchange(receive, send, *args)
+    def exchange_pieces(receive: Any, send: list[list[Tensor]], group: Any) -> None:
+        sent.append(sum(piece.nbytes for piece in send[1 - dist.get_rank()]))
+        original(receive, send, group)
 
-    def gather(output: Tensor, input: Tensor, group: Any) -> None:
-        sent["all_gather"] += input.nbytes
-        original_gather(output, input, group)
-
-    module.exchange, module.all_gather = exchange, gather
+    module.exchange_pieces = exchange_pieces
     try:
-        backward(model, weight=torch.ones(64, 96))
+        backward(model, weight=torch.ones(64, 100))
     finally:
-        module.exchange, module.all_gather = original_exchange, original_gather
-    return sent["exchange"], sent["all_gather"], model.loco.stats()
+        module.exchange_pieces = original
+    return sent, model.loco.stats()
 
 
-def test_bytes_are_those_of_the_wire_layout(ranks: Ranks) -> None:
-    # 6144 elements are 24 blocks of 256, 12 for each replica: 128 bytes of codes and 4 of scale
-    # each, sent once to the other replica and once back.
-    half = 12 * (128 + 4)
-    for exchanged, gathered, stats in ranks(2).run(bytes_sent):
-        assert exchanged == gathered == half
-        assert stats["wire_bytes"] == stats["inter_node_bytes"] == 2 * half
-        assert stats["baseline_bytes"] == 6144 * 4  # of a ring: twice half of it
+def test_bytes_are_those_of_codes_and_scales(ranks: Ranks) -> None:
+    # 6400 elements are 25 blocks of 256, 13 and 12 for the replicas: 128 bytes of codes and 4 of
+    # scale each. A replica sends the other's blocks of its gradient, and then its own sums.
+    first, second = (blocks * (128 + 4) for blocks in (13, 12))
+    results = ranks(2).run(bytes_sent)
+    assert [sent for sent, _ in results] == [[second, first], [first, second]]
+    for _, stats in results:
+        assert stats["wire_bytes"] == stats["inter_node_bytes"] == first + second
+        assert stats["baseline_bytes"] == 6400 * 4  # of a ring: twice half of it
+
+
+def launches(num_steps: int) -> list[str]:
+    """What the codec and the exchange of a unit with several parameters are called for."""
+    called: list[str] = []
+    model = Given(a=(16, 40), b=(16, 3), c=(16, 70))
+    LoCoFSDP(model, LoCoConfig(block_size=32), mesh=cpu_mesh(4, 1))
+    import loco_fsdp.all_reduce
+    import loco_fsdp.hop
+
+    modules = {"exchange_pieces": loco_fsdp.all_reduce}
+    modules |= dict.fromkeys(("encode", "decode", "decode_encode"), loco_fsdp.hop)
+    originals = {name: getattr(module, name) for name, module in modules.items()}
+
+    def counted(name: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            called.append(name)
+            originals[name](*args, **kwargs)
+
+        return call
+
+    for name, module in modules.items():
+        setattr(module, name, counted(name))
+    try:
+        for _ in range(num_steps):
+            backward(model, a=torch.ones(16, 40), b=torch.ones(16, 3), c=torch.ones(16, 70))
+    finally:
+        for name, module in modules.items():
+            setattr(module, name, originals[name])
+    return called
+
+
+def test_one_launch_for_each_stage_however_many_replicas(ranks: Ranks) -> None:
+    stages = ["encode", "exchange_pieces", "decode_encode", "exchange_pieces", "decode"]
+    assert ranks(4).run(launches, 2) == [2 * stages] * 4
 
 
 def notes() -> list[Any]:

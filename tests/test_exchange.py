@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.exchange import exchange
+from loco_fsdp.exchange import exchange, exchange_pieces
 from ranks import RankPool, raised
 
 Ranks = Callable[[int], RankPool]
@@ -70,6 +70,28 @@ def unequal_parts(sizes: list[int]) -> list[int]:
 
 def test_parts_of_unequal_size_and_empty_ones(ranks: Ranks) -> None:
     assert ranks(3).run(unequal_parts, [2, 0, 1]) == [[0, 0, 1, 1, 2, 2], [], [0, 1, 2]]
+
+
+def in_pieces(sizes: list[int]) -> list[list[int]]:
+    """Rank r gets pieces of `sizes[r]` and of 2 elements from each; values name who sent what."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank = group.rank()
+    receive = [[torch.zeros(sizes[rank]), torch.zeros(2)] for _ in sizes]
+    send = [
+        [torch.full((size,), 10.0 * rank + peer), torch.full((2,), -10.0 * rank - peer)]
+        for peer, size in enumerate(sizes)
+    ]
+    exchange_pieces(receive, send, group)
+    return [torch.cat(pieces).int().tolist() for pieces in receive]
+
+
+def test_parts_in_several_pieces(ranks: Ranks) -> None:
+    assert ranks(3).run(in_pieces, [3, 0, 1]) == [
+        [[value] * 3 + [-value] * 2 for value in (0, 10, 20)],
+        [[-value] * 2 for value in (1, 11, 21)],
+        [[value] + [-value] * 2 for value in (2, 12, 22)],
+    ]
 
 
 def beside_own_messages() -> list[int]:

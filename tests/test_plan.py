@@ -175,7 +175,6 @@ def test_measurable_calls_are_those_of_the_ways() -> None:
         ("reduce-scatter", "node", "bfloat16"): [2 * unit],
         ("exchange", "all", "uint8"): [wire, 2 * unit],  # flat, and 16 bits
         ("exchange", "across", "uint8"): [wire // 2],
-        ("all-gather", "across", "uint8"): [wire // 2],
         ("all-gather", "all", "uint8"): [2 * unit],
         ("all-gather", "node", "uint8"): [2 * unit],
         ("all-reduce", "across", "float32"): [2 * unit],

@@ -65,13 +65,11 @@ class _Chunk(NamedTuple):
 
     def codes(self, layout: BlockLayout) -> slice:
         """Their codes on the wire."""
-        end = self.first + self.num_blocks
-        return slice(self.first * layout.bytes_per_block, end * layout.bytes_per_block)
+        return layout.on_wire(self.blocks.start, self.blocks.stop)[0]
 
     def scales(self, layout: BlockLayout) -> slice:
         """Their scales on the wire."""
-        first = layout.scales_offset + 4 * self.first
-        return slice(first, first + 4 * self.num_blocks)
+        return layout.on_wire(self.blocks.start, self.blocks.stop)[1]
 
 
 class _Scratch(threading.local):

@@ -268,17 +268,14 @@ def _indexable(payload: Tensor) -> Tensor:
 
 
 def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, layout: BlockLayout) -> None:
-    codes_bytes = layout.num_blocks * layout.bytes_per_block
-    scales_end = layout.scales_offset + 4 * layout.num_blocks
-    wire[:, :codes_bytes] = rearrange(packed, "peer block byte -> peer (block byte)")
-    wire[:, layout.scales_offset : scales_end] = scale.contiguous().view(torch.uint8)
+    codes, scales = layout.on_wire(0, layout.num_blocks)
+    wire[:, codes] = rearrange(packed, "peer block byte -> peer (block byte)")
+    wire[:, scales] = scale.contiguous().view(torch.uint8)
 
 
 def _read_wire(wire: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    codes_bytes = layout.num_blocks * layout.bytes_per_block
-    scales_end = layout.scales_offset + 4 * layout.num_blocks
+    codes, scales = layout.on_wire(0, layout.num_blocks)
     packed = rearrange(
-        wire[:, :codes_bytes], "peer (block byte) -> peer block byte", byte=layout.bytes_per_block
+        wire[:, codes], "peer (block byte) -> peer block byte", byte=layout.bytes_per_block
     )
-    scale = wire[:, layout.scales_offset : scales_end].contiguous().view(torch.float32)
-    return packed, scale
+    return packed, wire[:, scales].contiguous().view(torch.float32)

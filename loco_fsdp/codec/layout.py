@@ -72,6 +72,14 @@ class BlockLayout:
         """Bytes of one shard on the wire."""
         return self.scales_offset + _round_up(self.num_blocks * _SCALE_BYTES, _ALIGNMENT_BYTES)
 
+    def on_wire(self, first: int, last: int) -> tuple[slice, slice]:
+        """Bytes of the codes and of the scales of blocks `first` to `last`, which is excluded."""
+        scales = self.scales_offset
+        return (
+            slice(first * self.bytes_per_block, last * self.bytes_per_block),
+            slice(scales + first * _SCALE_BYTES, scales + last * _SCALE_BYTES),
+        )
+
     def place(self, device: torch.device, rows: Sequence[int] | None = None) -> BlockTable:
         """The blocks as a table on `device`; `rows` of their errors, by default 0, 1, 2, ..."""
         starts = accumulate(self.numels, initial=0)
