@@ -10,11 +10,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim.lr_scheduler import LRScheduler
 
 from loco_fsdp import LoCo
-from train_config import TrainConfig
 
 UNFINISHED = ".tmp"
 
@@ -27,9 +31,9 @@ class Checkpoints:
     folder whose name ends in ".tmp", which the next save deletes.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.directory = None if config.checkpoints is None else Path(config.checkpoints)
-        self.keep = config.keep_checkpoints
+    def __init__(self, directory: str | None, keep: int) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self.keep = keep
 
     def steps(self) -> list[int]:
         """Steps after which there is a complete checkpoint, oldest first."""
@@ -42,28 +46,29 @@ class Checkpoints:
         """Write `state` of all ranks, then delete what is older than the last few."""
         if self.directory is None:
             return
-        unfinished = self._folder(step).with_suffix(UNFINISHED)
+        unfinished = self.folder(step).with_suffix(UNFINISHED)
         if dist.get_rank() == 0:
             self._delete_unfinished()
         dist.barrier()
         dcp.save(state, checkpoint_id=unfinished)
         dist.barrier()
         if dist.get_rank() == 0:
-            unfinished.rename(self._folder(step))
+            unfinished.rename(self.folder(step))
             for old in self.steps()[: -self.keep]:
-                self._folder(old).rename(self._folder(old).with_suffix(UNFINISHED))
+                self.folder(old).rename(self.folder(old).with_suffix(UNFINISHED))
             self._delete_unfinished()
         dist.barrier()
 
     def load(self, step: int, state: dict[str, Any], loco: LoCo | None) -> None:
         """Fill `state` with what was saved after `step`, and `loco` with what fits."""
-        dcp.load(state, checkpoint_id=self._folder(step))
+        dcp.load(state, checkpoint_id=self.folder(step))
         if loco is not None:
             # The run that saved may have had fewer ranks, or no LoCo.
             planner = DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load({"loco": loco}, checkpoint_id=self._folder(step), planner=planner)
+            dcp.load({"loco": loco}, checkpoint_id=self.folder(step), planner=planner)
 
-    def _folder(self, step: int) -> Path:
+    def folder(self, step: int) -> Path:
+        """Of the checkpoint after `step`."""
         assert self.directory is not None
         return self.directory / f"step-{step}"
 
@@ -71,6 +76,25 @@ class Checkpoints:
         assert self.directory is not None
         for path in self.directory.glob(f"*{UNFINISHED}"):
             shutil.rmtree(path)
+
+
+def load_weights(directory: str, model: nn.Module) -> None:
+    """Give `model` the weights of the newest checkpoint of another run, and nothing else of it.
+
+    Raises:
+        ValueError: there is no checkpoint.
+    """
+    checkpoints = Checkpoints(directory, keep=1)
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(
+            f"train.start_from={directory!r} has no checkpoint: give the train.checkpoints of a "
+            "run that has saved one"
+        )
+    weights = get_model_state_dict(model)
+    # As TrainingState saves them.
+    dcp.load({"training": {"model": weights}}, checkpoint_id=checkpoints.folder(steps[-1]))
+    set_model_state_dict(model, weights)
 
 
 class TrainingState:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare_report import write_report
-from data import Text, load_text
+from data import Digits, Text, load_data
 from study import CurvePoint, Result, ResultFiles, Run, Study, load_study
 from traffic import GradientTraffic
 from train import Trainer, check_environment, distributed_mesh
@@ -42,10 +42,10 @@ def check_study(study: Study) -> None:
         )
 
 
-def train_run(run: Run, text: Text, mesh: DeviceMesh) -> tuple[Result, list[CurvePoint]]:
+def train_run(run: Run, data: Text | Digits, mesh: DeviceMesh) -> tuple[Result, list[CurvePoint]]:
     """One run, from new weights to its last validation."""
     train = run.config.train
-    trainer = Trainer(run.config, text, mesh)
+    trainer = Trainer(run.config, data, mesh)
     losses: list[float] = []
     curve: list[CurvePoint] = []
     with GradientTraffic() as traffic:
@@ -80,8 +80,7 @@ def do_runs(study: Study, files: ResultFiles, mesh: DeviceMesh) -> int:
     dist.broadcast_object_list(done, src=0)
     left = [run for key, run in runs.items() if key not in done[0]]
     for number, run in enumerate(left, 1):
-        text = load_text(run.config.data.path, run.config.data.seq_len)
-        result, curve = train_run(run, text, mesh)
+        result, curve = train_run(run, load_data(run.config.data), mesh)
         if mesh.get_rank() == 0:
             files.append(result, curve)
             name = ", ".join(filter(None, (run.setting, run.path)))

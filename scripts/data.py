@@ -1,4 +1,4 @@
-"""Text as bytes: what is trained on, what is held out, and which batch a rank draws when."""
+"""What is trained on, what is held out, and which batch a rank draws when: text, or images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train_config import DataConfig
+
+DIGITS = "digits"  # the `data.path` of images
+DIGITS_HOLD_OUT_EVERY = 5  # 20 %
 HOLD_OUT_EVERY = 20  # 5 %
 MAX_BYTES_STDLIB = 16 * 2**20
 SKIPPED_DIRECTORIES = {
@@ -22,18 +26,74 @@ SKIPPED_DIRECTORIES = {
 }
 
 
+class Batch(NamedTuple):
+    """What goes into a model, and the int64 class of each prediction that comes out."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
 class Text(NamedTuple):
-    """Two disjoint pieces of text, uint8."""
+    """Two disjoint pieces of text, uint8. Each byte predicts the next one."""
 
     train: np.ndarray
     validation: np.ndarray
 
+    def training_batch(self, config: DataConfig, key: tuple[int, ...]) -> Batch:
+        """Sequences from random places that `key` alone decides: (seed, rank, step, microbatch)."""
+        end = len(self.train) - config.seq_len
+        starts = np.random.default_rng(key).integers(0, end, size=config.batch_size)
+        return _sequences_at(self.train, starts, config.seq_len)
 
-class Batch(NamedTuple):
-    """int64 [batch, seq]; targets are the inputs one byte later."""
+    def validation_batches(
+        self, config: DataConfig, num_batches: int, rank: int, world_size: int
+    ) -> list[Batch]:
+        """This rank's batches out of sequences that are evenly spaced over the held-out text."""
+        end = len(self.validation) - config.seq_len - 1
+        starts = _evenly_spaced(end, config.batch_size, num_batches, rank, world_size)
+        return [_sequences_at(self.validation, batch, config.seq_len) for batch in starts]
 
-    inputs: Tensor
-    targets: Tensor
+
+class Digits(NamedTuple):
+    """Images `[samples, 1, 8, 8]` float32, 0 to 1, and the digits 0 to 9 that they show."""
+
+    train: Batch
+    validation: Batch
+
+    def training_batch(self, config: DataConfig, key: tuple[int, ...]) -> Batch:
+        """Random images that `key` alone decides."""
+        count = len(self.train.targets)
+        return self._chosen(
+            self.train, np.random.default_rng(key).integers(0, count, size=config.batch_size)
+        )
+
+    def validation_batches(
+        self, config: DataConfig, num_batches: int, rank: int, world_size: int
+    ) -> list[Batch]:
+        """This rank's batches out of evenly spaced held-out images."""
+        end = len(self.validation.targets) - 1
+        chosen = _evenly_spaced(end, config.batch_size, num_batches, rank, world_size)
+        return [self._chosen(self.validation, batch) for batch in chosen]
+
+    @staticmethod
+    def _chosen(samples: Batch, indices: np.ndarray) -> Batch:
+        return Batch(*(tensor[torch.from_numpy(indices)] for tensor in samples))
+
+
+def load_data(config: DataConfig) -> Text | Digits:
+    """What `config` names; ValueError where it cannot be read."""
+    return load_digits() if config.path == DIGITS else load_text(config.path, config.seq_len)
+
+
+def load_digits() -> Digits:
+    """The 1,797 handwritten digits that scikit-learn ships, every fifth held out."""
+    from sklearn import datasets
+
+    loaded = datasets.load_digits()
+    images = torch.from_numpy(loaded.images).float().unsqueeze(1) / 16
+    digits = torch.from_numpy(loaded.target).long()
+    held_out = torch.arange(len(digits)) % DIGITS_HOLD_OUT_EVERY == DIGITS_HOLD_OUT_EVERY - 1
+    return Digits(*(Batch(images[which], digits[which]) for which in (~held_out, held_out)))
 
 
 def load_text(path: str | None, seq_len: int) -> Text:
@@ -69,20 +129,12 @@ def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
     return trained_on, files[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
 
 
-def draw_batch(text: np.ndarray, batch_size: int, seq_len: int, key: tuple[int, ...]) -> Batch:
-    """Sequences from random places, which `key` alone decides: (seed, rank, step, microbatch)."""
-    starts = np.random.default_rng(key).integers(0, len(text) - seq_len, size=batch_size)
-    return _sequences_at(text, starts, seq_len)
-
-
-def validation_batches(
-    text: np.ndarray, batch_size: int, seq_len: int, num_batches: int, rank: int, world_size: int
-) -> list[Batch]:
-    """This rank's batches out of sequences that are evenly spaced over the held-out text."""
-    count = num_batches * batch_size * world_size
-    starts = np.linspace(0, len(text) - seq_len - 1, count).astype(np.int64)
-    mine = starts[rank::world_size].reshape(num_batches, batch_size)
-    return [_sequences_at(text, batch_starts, seq_len) for batch_starts in mine]
+def _evenly_spaced(
+    end: int, batch_size: int, num_batches: int, rank: int, world_size: int
+) -> np.ndarray:
+    """`[num_batches, batch_size]` of this rank, out of numbers from 0 to `end`."""
+    numbers = np.linspace(0, end, num_batches * batch_size * world_size).astype(np.int64)
+    return numbers[rank::world_size].reshape(num_batches, batch_size)
 
 
 def _split_standard_library() -> Text:

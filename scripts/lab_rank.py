@@ -291,6 +291,8 @@ def commands() -> queue.Queue[str]:
 
 def main() -> None:
     rank, spec = int(sys.argv[1]), RankSpec(**json.loads(sys.argv[2]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints to stdout in some versions of torch
     lines = commands()
     torch.set_num_threads(1)
     world_size = spec.num_nodes * spec.ranks_per_node
@@ -312,7 +314,7 @@ def main() -> None:
             answer = probe(stopwatch, spec)
         else:
             answer = measure(trainees, stopwatch, spec)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

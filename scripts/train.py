@@ -1,9 +1,9 @@
-"""Pre-trains a small decoder with FSDP2, its gradients reduced by loco-fsdp or as FSDP2 does it.
+"""Trains a small model with FSDP2, its gradients reduced by loco-fsdp or as FSDP2 does it.
 
     torchrun --standalone --nproc-per-node 2 scripts/train.py --config configs/demo.toml
 
-Both ways start from the same weights and draw the same batches. See train_config.py for what can
-be set.
+The model is a decoder over bytes or, with `data.path = "digits"`, a convolutional network. Both
+ways start from the same weights and draw the same batches. See train_config.py for what can be set.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from checkpointing import Checkpoints, TrainingState
-from data import Batch, Text, draw_batch, load_text, validation_batches
+from checkpointing import Checkpoints, TrainingState, load_weights
+from convnet import build_convnet
+from data import DIGITS, Batch, Digits, Text, load_data
 from loco_fsdp import LoCo, LoCoFSDP
-from model import Block, build_model
+from model import build_model
 from optimizers import build_optimizer
 from reporting import Reporter
 from traffic import GradientTraffic
@@ -62,6 +63,8 @@ def check_environment(config: Config) -> None:
         raise ValueError(
             f"train.tensorboard={config.train.tensorboard!r}: pip install 'loco-fsdp[tensorboard]'"
         )
+    if config.data.path == DIGITS and find_spec("sklearn") is None:
+        raise ValueError(f"data.path={DIGITS!r}: pip install 'loco-fsdp[vision]'")
     metrics = Path(config.train.metrics)
     metrics.parent.mkdir(parents=True, exist_ok=True)
     if metrics.is_dir() or not os.access(metrics.parent, os.W_OK):
@@ -84,15 +87,20 @@ def distributed_mesh() -> Iterator[DeviceMesh]:
 
 
 def sharded_model(config: Config, mesh: DeviceMesh) -> FSDPModule:
-    """The model, each Block and the rest of it one FSDP unit, on the device of `mesh`."""
-    model = build_model(config.model, config.data.seq_len, config.train.seed)
+    """The model, each block and the rest of it one FSDP unit, on the device of `mesh`."""
+    model: nn.Module
+    if config.data.path == DIGITS:
+        model = build_convnet(config.model, config.train.seed)
+    else:
+        model = build_model(config.model, config.data.seq_len, config.train.seed)
     model.to(torch.device(mesh.device_type))
     mp_policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.train.param_dtype),
         reduce_dtype=torch_dtype(config.train.reduce_dtype),
     )
     if config.train.reduce == "loco":
-        model = LoCoFSDP(model, config.loco, mesh=mesh, wrap=Block, mp_policy=mp_policy)
+        block_type = type(model.blocks[0])
+        model = LoCoFSDP(model, config.loco, mesh=mesh, wrap=block_type, mp_policy=mp_policy)
     else:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=mp_policy)
@@ -113,9 +121,9 @@ def lr_factor(step: int, warmup_steps: int, steps: int) -> float:
 
 
 def batch_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Mean cross-entropy of the next byte, in nats."""
+    """Mean cross-entropy of the predictions, in nats."""
     logits = model(batch.inputs.to(device))
-    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten().to(device))
+    return F.cross_entropy(logits.float().flatten(0, -2), batch.targets.flatten().to(device))
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -128,13 +136,15 @@ def mean_over_ranks(value: Tensor) -> float:
 class Trainer:
     """Model, optimizer and data of one run, on one rank."""
 
-    def __init__(self, config: Config, text: Text, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
         self.config = config
-        self.text = text
+        self.data = data
         self.rank = mesh.get_rank()
         self.world_size = mesh.size()
         self.device = torch.device(mesh.device_type)
         self.model = sharded_model(config, mesh)
+        if config.train.start_from is not None:
+            load_weights(config.train.start_from, self.model)
         self.optimizer = build_optimizer(config.optim, self.model)
         self.scheduler = LambdaLR(
             self.optimizer,
@@ -175,7 +185,7 @@ class Trainer:
         for microbatch in range(count):
             self.model.set_requires_gradient_sync(microbatch == count - 1)
             key = (config.train.seed, self.rank, step, microbatch)
-            batch = draw_batch(self.text.train, config.data.batch_size, config.data.seq_len, key)
+            batch = self.data.training_batch(config.data, key)
             loss = batch_loss(self.model, batch, self.device) / count
             loss.backward()
             total += loss.detach()
@@ -183,14 +193,9 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Loss on the held-out text, averaged over all ranks."""
-        batches = validation_batches(
-            self.text.validation,
-            self.config.data.batch_size,
-            self.config.data.seq_len,
-            self.config.train.eval_batches,
-            self.rank,
-            self.world_size,
+        """Loss on what is held out, averaged over all ranks."""
+        batches = self.data.validation_batches(
+            self.config.data, self.config.train.eval_batches, self.rank, self.world_size
         )
         losses = [batch_loss(self.model, batch, self.device) for batch in batches]
         return mean_over_ranks(torch.stack(losses).mean())
@@ -225,16 +230,16 @@ class Trainer:
         return {"training": TrainingState(self.model, self.optimizer, self.scheduler)}
 
 
-def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
+def train(config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
     """The whole run."""
-    trainer = Trainer(config, text, mesh)
+    trainer = Trainer(config, data, mesh)
     tokens_per_step = (
         config.train.accumulation_steps
         * config.data.batch_size
-        * config.data.seq_len
+        * (1 if isinstance(data, Digits) else config.data.seq_len)
         * trainer.world_size
     )
-    checkpoints = Checkpoints(config.train)
+    checkpoints = Checkpoints(config.train.checkpoints, config.train.keep_checkpoints)
     first_step = max(checkpoints.steps(), default=0)
     if first_step >= config.train.steps:
         if trainer.rank == 0:
@@ -285,9 +290,9 @@ def train(config: Config, text: Text, mesh: DeviceMesh) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(argv)
     check_environment(config)
-    text = load_text(config.data.path, config.data.seq_len)
+    data = load_data(config.data)
     with distributed_mesh() as mesh:
-        train(config, text, mesh)
+        train(config, data, mesh)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style decoder over bytes."""
+    """A Llama-style decoder over bytes; of images `dim` and `num_layers` alone count."""
 
     dim: int = 128
-    """Width of the residual stream."""
+    """Width of the residual stream; channels of images."""
 
     num_layers: int = 4
 
@@ -56,12 +56,13 @@ class DataConfig:
     """What is read, and how much of it a rank sees at once."""
 
     path: str | None = None
-    """A file to train on, byte by byte; null: the source text of Python's standard library."""
+    """A file to train on, byte by byte; null: the source text of Python's standard library;
+    "digits": the images of digits that scikit-learn ships, for the extra "vision"."""
 
     seq_len: int = 128
 
     batch_size: int = 8
-    """Sequences of a rank in one microbatch."""
+    """Sequences or images of a rank in one microbatch."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "seq_len", "batch_size")
@@ -103,6 +104,10 @@ class TrainConfig:
 
     seed: int = 0
     """Fixes the initial weights and every batch."""
+
+    start_from: str | None = None
+    """The `checkpoints` of another run, whose newest weights this one starts from; null: weights
+    drawn from the seed."""
 
     steps: int = 200
     """Optimizer steps."""
@@ -161,7 +166,7 @@ class Config:
 def load_config(argv: Sequence[str] | None = None) -> Config:
     """Reads the command line and the TOML file it names; exits with a message if one is wrong."""
     parser = ArgumentParser(
-        description="Pre-trains a small decoder with FSDP2; run it under torchrun.",
+        description="Trains a small model with FSDP2; run it under torchrun.",
         parser_mode="toml",
         allow_abbrev=False,
     )

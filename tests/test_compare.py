@@ -1,6 +1,6 @@
 """The loss study: its statistics, resuming, wrong input, and a short run on two ranks."""
 
-# ruff: noqa: E402 - what is not installed is skipped, and the path is set, before the imports
+# ruff: noqa: E402 - what is not installed is skipped before the imports
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
 
 import compare as compare_script
 import study as study_script

@@ -17,7 +17,7 @@ a reader need not see, but a python block needs, is a comment in front of it:
     -->
 """
 
-# ruff: noqa: E402 - what is not installed is skipped, and the path is set, before the imports
+# ruff: noqa: E402 - what is not installed is skipped before the imports
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ from loco_fsdp import LoCoConfig, plan
 from ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))  # scripts are no package
 
 from train_config import load_config
 

@@ -1,7 +1,5 @@
 """The bandwidth lab, where this machine lets it make network namespaces."""
 
-# ruff: noqa: E402 - the path is set before the imports
-
 from __future__ import annotations
 
 import argparse
@@ -17,15 +15,13 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
-
 import lab_network
 from lab import parse_options
 from lab_network import LabError, LabNetwork, check_machine
 from lab_report import crossing
 from loco_fsdp.codec import BlockLayout
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 DIM, NUM_LAYERS = 512, 2
 TINY = [
     *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s", "--backend", "eager"),

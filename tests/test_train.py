@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import data
-import training_runs  # noqa: F401 - puts scripts/ on the path
+from checkpointing import load_weights
+from convnet import build_convnet
 from model import MixtureOfExperts, Rotary, build_model
 from optimizers import build_optimizer
 from train import lr_factor
-from train_config import Config, ModelConfig, OptimConfig, load_config
+from train_config import Config, DataConfig, ModelConfig, OptimConfig, load_config
 from training_runs import ROOT, run_on_two_ranks
 
 DENSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48)
@@ -33,6 +36,8 @@ SPARSE = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48, num_exper
 # configs/compare_*.toml are studies, for scripts/compare.py.
 TRAIN_CONFIGS = sorted(set(ROOT.glob("configs/*.toml")) - set(ROOT.glob("configs/compare_*.toml")))
 MODELS = pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "moe"])
+
+needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs the vision extra")
 
 
 # Configuration
@@ -124,22 +129,52 @@ def test_bad_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_batch_depends_on_its_key_alone() -> None:
-    text = np.random.default_rng(0).integers(256, size=1000, dtype=np.uint8)
-    first = data.draw_batch(text, 4, 16, (0, 1, 2, 0))
-    again = data.draw_batch(text, 4, 16, (0, 1, 2, 0))
-    other_rank = data.draw_batch(text, 4, 16, (0, 0, 2, 0))
+    noise = np.random.default_rng(0).integers(256, size=1000, dtype=np.uint8)
+    config = DataConfig(seq_len=16, batch_size=4)
+    text = data.Text(noise, noise)
+    first = text.training_batch(config, (0, 1, 2, 0))
+    again = text.training_batch(config, (0, 1, 2, 0))
+    other_rank = text.training_batch(config, (0, 0, 2, 0))
     assert torch.equal(first.inputs, again.inputs)
     assert not torch.equal(first.inputs, other_rank.inputs)
     assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
 
 
 def test_ranks_validate_on_different_sequences() -> None:
-    text = np.arange(200, dtype=np.uint8)
-    batches = [data.validation_batches(text, 2, 9, 3, rank, 2) for rank in range(2)]
+    bytes_ = np.arange(200, dtype=np.uint8)
+    text, config = data.Text(bytes_, bytes_), DataConfig(seq_len=9, batch_size=2)
+    batches = [text.validation_batches(config, 3, rank, 2) for rank in range(2)]
     starts = [batch.inputs[:, 0].tolist() for rank in batches for batch in rank]
     flat = sorted(start for part in starts for start in part)
     assert len(set(flat)) == 12
     assert (flat[0], flat[-1]) == (0, 190)
+
+
+@needs_sklearn
+def test_digits_are_split_without_overlap() -> None:
+    digits = data.load_data(DataConfig(path="digits"))
+    assert isinstance(digits, data.Digits)
+    assert digits.train.inputs.shape == (1438, 1, 8, 8)
+    assert digits.validation.inputs.shape == (359, 1, 8, 8)
+    for piece in digits:
+        assert (piece.inputs.min(), piece.inputs.max()) == (0, 1)
+        assert piece.targets.unique().tolist() == list(range(10))
+
+
+@needs_sklearn
+def test_images_depend_on_their_key_alone_and_ranks_validate_on_different_ones() -> None:
+    digits, config = data.load_digits(), DataConfig(path="digits", batch_size=4)
+    first, again = (digits.training_batch(config, (0, 1, 2, 0)) for _ in range(2))
+    assert torch.equal(first.inputs, again.inputs) and torch.equal(first.targets, again.targets)
+    assert not torch.equal(first.inputs, digits.training_batch(config, (0, 0, 2, 0)).inputs)
+    images = torch.cat(
+        [
+            batch.inputs
+            for rank in range(2)
+            for batch in digits.validation_batches(config, 5, rank, 2)
+        ]
+    )
+    assert images.flatten(1).unique(dim=0).shape == (40, 64)
 
 
 # Model
@@ -165,6 +200,18 @@ def test_weights_depend_on_the_seed_alone(config: ModelConfig) -> None:
     other = build_model(config, max_seq_len=16, seed=4).state_dict()
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_weights_of_the_convolutional_network_depend_on_the_seed_alone() -> None:
+    first = build_convnet(DENSE, seed=3)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    again, other = build_convnet(DENSE, seed=3), build_convnet(DENSE, seed=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    images = torch.randn(2, 1, 8, 8)
+    assert first(images).shape == (2, 10)
+    assert torch.equal(first(images), again(images))
+    assert not torch.equal(first(images), other(images))
 
 
 def test_rotary_dot_product_depends_on_distance() -> None:
@@ -260,6 +307,10 @@ def test_loco_run_learns_like_a_stock_run_and_sends_less(tmp_path: Path) -> None
     assert loco["loco"]["wire_bytes"] == loco["gradient_bytes_sent"]
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="ranks leave different experts out, which takes torch 2.13",
+)
 def test_mixture_of_experts_run_in_bf16_accumulates(tmp_path: Path) -> None:
     experts = ["--model.num_experts", "8", "--model.top_k", "1", "--data.batch_size", "1"]
     dtypes = ["--train.param_dtype", "bfloat16", "--train.reduce_dtype", "bfloat16"]
@@ -269,3 +320,28 @@ def test_mixture_of_experts_run_in_bf16_accumulates(tmp_path: Path) -> None:
     # One reduction per FSDP unit and optimizer step, whatever the number of microbatches.
     assert summary["loco"]["reductions"] == 16 * 3
     assert summary["loco"]["bypassed_reductions"] == 0
+
+
+@needs_sklearn
+def test_images_are_learned(tmp_path: Path) -> None:
+    digits = ("--data.path", "digits", "--model.dim", "16", "--optim.lr", "0.01")
+    steps, summary = run_on_two_ranks(tmp_path, *digits)
+    assert steps[0]["loss"] == pytest.approx(math.log(10), abs=0.5)
+    assert summary["val_loss"] < steps[7]["val_loss"] < steps[0]["loss"]
+    assert summary["loco"]["reductions"] == 16 * 3
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path: Path) -> None:
+    checkpoints = str(tmp_path / "checkpoints")
+    _, first = run_on_two_ranks(
+        tmp_path, "--train.checkpoints", checkpoints, "--train.reduce", "stock"
+    )
+    again = ("--train.start_from", checkpoints, "--train.steps", "1", "--optim.lr", "1e-12")
+    steps, summary = run_on_two_ranks(tmp_path, *again)
+    assert summary["val_loss"] == pytest.approx(first["val_loss"], rel=1e-6)
+    assert steps[0]["step"] == 1  # only weights are taken over
+
+
+def test_nothing_to_start_from_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.start_from='.*' has no checkpoint"):
+        load_weights(str(tmp_path), torch.nn.Linear(1, 1))

@@ -11,7 +11,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # scripts are no package: they import each other as siblings
 
 SMALL = [
     *("--model.dim", "128", "--model.num_layers", "2", "--model.hidden_dim", "256"),
@@ -26,8 +25,8 @@ def command(tmp_path: Path, *argv: str) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(file.read_bytes() for file in sorted(SCRIPTS.glob("*.py"))))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += ["--nproc-per-node", "2", str(SCRIPTS / "train.py"), *SMALL, *argv]
-    return [*run, "--data.path", str(text), "--train.metrics", str(tmp_path / "metrics.jsonl")]
+    run += ["--nproc-per-node", "2", str(SCRIPTS / "train.py"), *SMALL, "--data.path", str(text)]
+    return [*run, *argv, "--train.metrics", str(tmp_path / "metrics.jsonl")]
 
 
 def environment() -> dict[str, str]:
