@@ -2,7 +2,8 @@
 
 It is the arithmetic of `eager.py`, in the form that inductor turns into vector instructions: all
 float32, codes and bytes included, because its conversions between 32-bit and 8-bit integers and
-floats go element by element.
+floats go element by element. Of 16-bit floats they do not, unless two kinds of them meet: errors
+come and go as they are stored, and gradients as float32.
 
 What has to be so for codes and scales to be the bits of `eager.py`:
 
@@ -41,9 +42,16 @@ def max_rows(block_size: int) -> int:
     return MAX_NUMEL // block_size
 
 
+def payload_dtype(error_dtype: torch.dtype) -> torch.dtype:
+    """What errors that are stored in `error_dtype` are for `encoder`."""
+    return error_dtype if error_dtype.itemsize > 1 else torch.float32
+
+
 @functools.cache
-def encoder(bits: int, block_size: int, feedback: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """`_encode_rows`, compiled for one width and block size, with or without an error."""
+def encoder(
+    bits: int, block_size: int, payload: torch.dtype | None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """`_encode_rows`, compiled for one width, block size and dtype of errors; None: without."""
 
     def encode_rows(*inputs: Tensor) -> tuple[Tensor, ...]:
         return _encode_rows(*inputs, bits=bits)
@@ -53,8 +61,8 @@ def encoder(bits: int, block_size: int, feedback: bool) -> Callable[..., tuple[T
     packed = torch.zeros(rows, block_size * bits // 8)
     inputs = [matrix, packed, vector, *constants(bits, torch.float32, 0.0)]
     dims = [0, 0, 0, None, None, None]
-    if feedback:
-        inputs += [matrix.clone(), vector.clone(), matrix.clone()]
+    if payload is not None:
+        inputs += [matrix.to(payload, copy=True), vector.clone(), matrix.to(payload, copy=True)]
         dims += [0, 0, 0]
     return _compile(encode_rows, inputs, dims)
 
@@ -139,17 +147,19 @@ def _encode_rows(
         qmax: the largest code, scalar.
         top_exponent: of the dtype in which the error is stored, int32 scalar.
         weights: beta and 1 - beta.
-        error: `[rows, block_size]`, what is stored.
+        error: `[rows, block_size]`, what is stored, in the dtype of the encoder.
         error_scale: `[rows]`.
-        new_error: `[rows, block_size]`, written: the new error before it is scaled. Not `error`,
-            which several loops read: inductor of torch 2.9 may write it before the last has.
+        new_error: `[rows, block_size]` of that dtype, written: what to store. Not `error`, which
+            several loops read: inductor of torch 2.9 may write it before the last has.
         bits: width.
 
     Returns:
         `[rows]` each: scale, squares of `h`, squares of `h - d`, and the scale to store the error
         with.
     """
-    old = None if error is None or error_scale is None else error * error_scale.unsqueeze(-1)
+    old = None
+    if error is not None and error_scale is not None:
+        old = error.to(torch.float32) * error_scale.unsqueeze(-1)
     h = gradient if old is None else gradient + old
     scale = _block_scales(h, lengths, qmax, bits)
     finite = scale == scale
@@ -166,9 +176,10 @@ def _encode_rows(
         return scale, *squares
     beta = torch.where(finite, weights[0], 0.0).unsqueeze(-1)
     new = beta * old + weights[1] * residual
-    new_error.copy_(new)
-    exponent = (new.abs().amax(-1).view(torch.int32) >> 23) - 127 - top_exponent
-    return scale, *squares, ((exponent.clamp(min=-126) + 127) << 23).view(torch.float32)
+    exponent = eager._exponent(new.abs().amax(-1)) - top_exponent
+    new_scale = eager._power_of_two(exponent.clamp(min=-126))
+    new_error.copy_(new / new_scale.unsqueeze(-1))
+    return scale, *squares, new_scale
 
 
 def _decode_rows(
