@@ -155,8 +155,8 @@ def draw_differences(study: Study, comparisons: Sequence[Comparison], path: Path
     axes.invert_yaxis()
     axes.set_xscale("symlog", linthresh=10)
     axes.set_xlabel(
-        f"validation loss minus that of {study.baseline} (1e-3 nats, logarithmic beyond 10)\n"
-        "dots: seeds, diamonds: mean and standard error"
+        f"validation loss minus that of {study.baseline} (1e-3 nats)\n"
+        "dots: seeds; diamonds: mean and standard error; logarithmic beyond 10"
     )
     axes.grid(alpha=0.3)
     _save(figure, path)
