@@ -9,16 +9,19 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 import loco_fsdp.all_reduce
 import loco_fsdp.reduce_scatter
 
 # FSDP2 reduces by reduce_scatter_single since torch 2.13 and by reduce_scatter_tensor before;
-# loco-fsdp by its exchanges. All take (output, input, ...).
+# loco-fsdp by its exchanges, and inside of nodes by reduce_scatters of several tensors. All take
+# (output, input, ...).
 COLLECTIVES = (
     (dist, "reduce_scatter_single"),
     (dist, "reduce_scatter_tensor"),
     (loco_fsdp.reduce_scatter, "exchange"),
+    (loco_fsdp.reduce_scatter, "reduce_scatters"),
     (loco_fsdp.all_reduce, "exchange_pieces"),
 )
 
@@ -26,8 +29,8 @@ COLLECTIVES = (
 class GradientTraffic:
     """While it is entered, counts what reduce-scatters and exchanges send.
 
-    Of an input of B bytes over N ranks, a rank keeps its own Nth part and sends B * (N - 1) / N:
-    in an exchange and in a ring reduce-scatter alike. Nothing but gradients may go through
+    Of an input of B bytes over N ranks, a rank keeps its own Nth part and sends B * (N - 1) / N: in
+    an exchange and in a ring reduce-scatter alike. Nothing but gradients may go through
     these collectives meanwhile; FSDP2's parameters go through all-gathers, which are not counted.
     """
 
@@ -59,13 +62,18 @@ class GradientTraffic:
         @functools.wraps(collective)
         def counted(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
-            sent, group = list(arguments.values())[1], arguments.get("group")
-            if isinstance(sent, list):  # pieces by rank
-                others = [p for rank, p in enumerate(sent) if rank != dist.get_rank(group)]
-                self.bytes_sent += sum(piece.nbytes for pieces in others for piece in pieces)
-            else:
-                world_size = dist.get_world_size(group)
-                self.bytes_sent += sent.nbytes * (world_size - 1) // world_size
+            sent = list(arguments.values())[1]
+            self.bytes_sent += _sent_bytes(sent, arguments.get("group"))
             return collective(*args, **kwargs)
 
         return counted
+
+
+def _sent_bytes(sent: Tensor | list[Tensor] | list[list[Tensor]], group: Any) -> int:
+    """Of a tensor of equal parts for all ranks, several of them, or pieces by rank."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if isinstance(sent, Tensor):
+        return sent.nbytes * (world_size - 1) // world_size
+    if isinstance(sent[0], Tensor):
+        return sum(_sent_bytes(tensor, group) for tensor in sent)
+    return sum(piece.nbytes for peer, pieces in enumerate(sent) if peer != rank for piece in pieces)
