@@ -242,11 +242,12 @@ def _encode_chunk(
     num_rows = math.prod(shape)
     packed = _scratch.rows("packed", num_rows, layout.bytes_per_block)
     lengths = _scratch.rows("lengths", num_rows)
-    lengths[:num_rows].view(shape).copy_(table.lengths[chunk.blocks])
+    if layout.bits < 4:  # else they are not looked at
+        lengths[:num_rows].view(shape).copy_(table.lengths[chunk.blocks])
     if error is None:
         compute = compiled_rows.encoder(layout.bits, layout.block_size, None)
         constants = compiled_rows.constants(layout.bits, torch.float32, beta)
-        scale, *squares = compute(rows, packed, lengths, *constants)
+        scale, squares = compute(rows, packed, lengths, *constants)
     else:
         dtype = compiled_rows.payload_dtype(error.payload.dtype)
         compute = compiled_rows.encoder(layout.bits, layout.block_size, dtype)
@@ -254,7 +255,7 @@ def _encode_chunk(
         index = _error_rows(table, chunk)
         old = _load_error(error, peers, index, dtype)
         payload = _scratch.rows("new payload", num_rows, layout.block_size, dtype=dtype)
-        scale, *squares, new_scale = compute(rows, packed, lengths, *constants, *old, payload)
+        scale, squares, new_scale = compute(rows, packed, lengths, *constants, *old, payload)
         new = ErrorState(payload[:num_rows].view(*shape, -1), new_scale[:num_rows].view(shape))
         _store_error(new, error, peers, index)
 
@@ -262,18 +263,16 @@ def _encode_chunk(
     codes = wire[peers, chunk.codes(layout)].view(torch.int8)
     codes.copy_(packed[:num_rows].view(shape[0], -1))
     wire[peers, chunk.scales(layout)] = scale.view(torch.uint8)
-    for which, sums in enumerate(squares):
-        stats.squares[peers, chunk.blocks, which] = sums[:num_rows].view(shape)
+    stats.squares[peers, chunk.blocks] = squares[:num_rows].view(*shape, 2)
     stats.nonfinite.add_(scale.isnan().sum())
 
 
 def _error_rows(table: BlockTable, chunk: _Chunk) -> slice | Tensor:
     """The rows of the chunk in the error buffer; a slice where they follow each other."""
     rows = table.rows[chunk.blocks]
-    if (rows.diff() == 1).all():
-        first = int(rows[0])
-        return slice(first, first + chunk.num_blocks)
-    return rows
+    listed = rows.tolist()  # operations of torch would take longer
+    following = range(listed[0], listed[0] + chunk.num_blocks)
+    return slice(following.start, following.stop) if listed == list(following) else rows
 
 
 def _load_error(
