@@ -254,7 +254,6 @@ def run_unit(numels: tuple[int, ...], variant: Variant = VARIANTS[0]) -> None:
 
 def test_units_of_other_sizes_and_dtypes_are_not_compiled_anew() -> None:
     run_unit((512,))
-    run_unit((512,), EXACT[1])  # with an error in 8 bits, of either kind
     before = counters["stats"]["unique_graphs"]
     for numels in ((1,), (256,), (2,) * 40, (256 * 256, 5), (1_000_000, 17, 256)):
         run_unit(numels)

@@ -73,23 +73,23 @@ class _Chunk(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Buffers of the calling thread by name and dtype; they only grow."""
+    """Float32 buffers of the calling thread by name; they only grow."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def get(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def get(self, name: str, *shape: int) -> Tensor:
         """A contiguous tensor with undefined contents, valid until the next one of that name."""
         numel = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
+        buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
             with torch.inference_mode(False):
-                buffer = self._buffers[name, dtype] = torch.zeros(numel, dtype=dtype)
+                buffer = self._buffers[name] = torch.zeros(numel)
         return buffer[:numel].view(shape)
 
-    def rows(self, name: str, rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def rows(self, name: str, rows: int, *shape: int) -> Tensor:
         """`[rows, *shape]`, at least two rows: one row alone would be compiled anew."""
-        return self.get(name, max(rows, 2), *shape, dtype=dtype)
+        return self.get(name, max(rows, 2), *shape)
 
 
 _scratch = _Scratch()
@@ -244,20 +244,25 @@ def _encode_chunk(
     lengths = _scratch.rows("lengths", num_rows)
     if layout.bits < 4:  # else they are not looked at
         lengths[:num_rows].view(shape).copy_(table.lengths[chunk.blocks])
+    compute = compiled_rows.encoder(layout.bits, layout.block_size, error is not None)
     if error is None:
-        compute = compiled_rows.encoder(layout.bits, layout.block_size, None)
         constants = compiled_rows.constants(layout.bits, torch.float32, beta)
         scale, squares = compute(rows, packed, lengths, *constants)
     else:
-        dtype = compiled_rows.payload_dtype(error.payload.dtype)
-        compute = compiled_rows.encoder(layout.bits, layout.block_size, dtype)
         constants = compiled_rows.constants(layout.bits, error.payload.dtype, beta)
+        old, new = (
+            ErrorState(
+                _scratch.rows(f"{name}_payload", num_rows, layout.block_size),
+                _scratch.rows(f"{name}_scale", num_rows),
+            )
+            for name in ("old", "new")
+        )
         index = _error_rows(table, chunk)
-        old = _load_error(error, peers, index, dtype)
-        payload = _scratch.rows("new payload", num_rows, layout.block_size, dtype=dtype)
-        scale, squares, new_scale = compute(rows, packed, lengths, *constants, *old, payload)
-        new = ErrorState(payload[:num_rows].view(*shape, -1), new_scale[:num_rows].view(shape))
-        _store_error(new, error, peers, index)
+        _load_error(error, peers, index, _of_peers(old, shape))
+        scale, squares, new_scale = compute(rows, packed, lengths, *constants, *old, new.payload)
+        new.payload.div_(new_scale.unsqueeze(-1))
+        new.scale.copy_(new_scale)
+        _store_error(_of_peers(new, shape), error, peers, index)
 
     scale = scale[:num_rows].view(shape)
     codes = wire[peers, chunk.codes(layout)].view(torch.int8)
@@ -275,26 +280,19 @@ def _error_rows(table: BlockTable, chunk: _Chunk) -> slice | Tensor:
     return slice(following.start, following.stop) if listed == list(following) else rows
 
 
-def _load_error(
-    error: ErrorState, peers: slice, index: slice | Tensor, dtype: torch.dtype
-) -> ErrorState:
-    """The errors of the chunk as rows: `[rows, block_size]` of `dtype`, and `[rows]`."""
-    payload, scale = error.payload[peers], error.scale[peers]
+def _of_peers(rows: ErrorState, shape: tuple[int, int]) -> ErrorState:
+    """The first rows as `[peers, num_blocks, block_size]` and `[peers, num_blocks]`."""
+    num_rows = math.prod(shape)
+    return ErrorState(rows.payload[:num_rows].view(*shape, -1), rows.scale[:num_rows].view(shape))
+
+
+def _load_error(error: ErrorState, peers: slice, index: slice | Tensor, rows: ErrorState) -> None:
+    payload = error.payload[peers]
     if isinstance(index, slice):
-        payload, scale = payload[:, index], scale[:, index]
-        if payload.dtype is dtype and payload.shape[0] == 1 and payload.shape[1] > 1:
-            return ErrorState(payload[0], scale[0])  # as they lie
+        rows.payload.copy_(payload[:, index])
     else:
-        scale = scale[:, index]
-        payload = eager._indexable(payload)[:, index].view(payload.dtype)
-    num_rows = scale.numel()
-    rows = ErrorState(
-        _scratch.rows("old payload", num_rows, payload.shape[-1], dtype=dtype),
-        _scratch.rows("old scale", num_rows),
-    )
-    rows.payload[:num_rows].view(payload.shape).copy_(payload)
-    rows.scale[:num_rows].view(scale.shape).copy_(scale)
-    return rows
+        rows.payload.copy_(eager._indexable(payload)[:, index].view(payload.dtype))
+    rows.scale.copy_(error.scale[peers, index])
 
 
 def _store_error(rows: ErrorState, error: ErrorState, peers: slice, index: slice | Tensor) -> None:

@@ -2,8 +2,7 @@
 
 It is the arithmetic of `eager.py`, in the form that inductor turns into vector instructions: all
 float32, codes and bytes included, because its conversions between 32-bit and 8-bit integers and
-floats go element by element. Of 16-bit floats they do not, unless two kinds of them meet: errors
-come and go as they are stored, and gradients as float32.
+floats go element by element.
 
 What has to be so for codes and scales to be the bits of `eager.py`:
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from loco_fsdp.codec import eager
 
 # Elements of all rows of one call: many enough that its cost (some 0.3 ms with all that is around
-# it) does not show, few enough that they stay in the cache.
+# it) shows little, few enough that they stay in the last level of cache.
 MAX_NUMEL = 2**18
 
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
@@ -42,16 +41,9 @@ def max_rows(block_size: int) -> int:
     return MAX_NUMEL // block_size
 
 
-def payload_dtype(error_dtype: torch.dtype) -> torch.dtype:
-    """What errors that are stored in `error_dtype` are for `encoder`."""
-    return error_dtype if error_dtype.itemsize > 1 else torch.float32
-
-
 @functools.cache
-def encoder(
-    bits: int, block_size: int, payload: torch.dtype | None
-) -> Callable[..., tuple[Tensor, ...]]:
-    """`_encode_rows`, compiled for one width, block size and dtype of errors; None: without."""
+def encoder(bits: int, block_size: int, feedback: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """`_encode_rows`, compiled for one width and block size, with or without an error."""
 
     def encode_rows(*inputs: Tensor) -> tuple[Tensor, ...]:
         return _encode_rows(*inputs, bits=bits)
@@ -61,8 +53,8 @@ def encoder(
     packed = torch.zeros(rows, block_size * bits // 8)
     inputs = [matrix, packed, vector, *constants(bits, torch.float32, 0.0)]
     dims = [0, 0, 0, None, None, None]
-    if payload is not None:
-        inputs += [matrix.to(payload, copy=True), vector.clone(), matrix.to(payload, copy=True)]
+    if feedback:
+        inputs += [matrix.clone(), vector.clone(), matrix.clone()]
         dims += [0, 0, 0]
     return _compile(encode_rows, inputs, dims)
 
@@ -147,19 +139,17 @@ def _encode_rows(
         qmax: the largest code, scalar.
         top_exponent: of the dtype in which the error is stored, int32 scalar.
         weights: beta and 1 - beta.
-        error: `[rows, block_size]`, what is stored, in the dtype of the encoder.
+        error: `[rows, block_size]`, what is stored.
         error_scale: `[rows]`.
-        new_error: `[rows, block_size]` of that dtype, written: what to store. Not `error`, which
-            several loops read: inductor of torch 2.9 may write it before the last has.
+        new_error: `[rows, block_size]`, written: the new error before it is scaled. Not `error`,
+            which several loops read: inductor of torch 2.9 may write it before the last has.
         bits: width.
 
     Returns:
         Scales `[rows]`; squares of `h` and of `h - d` `[rows, 2]`; and, with an error, the scales
         to store it with `[rows]`.
     """
-    old = None
-    if error is not None and error_scale is not None:
-        old = error.to(torch.float32) * error_scale.unsqueeze(-1)
+    old = None if error is None or error_scale is None else error * error_scale.unsqueeze(-1)
     h = gradient if old is None else gradient + old
     scale = _block_scales(h, lengths, qmax, bits)
     finite = scale == scale
@@ -176,10 +166,9 @@ def _encode_rows(
         return scale, squares
     beta = torch.where(finite, weights[0], 0.0).unsqueeze(-1)
     new = beta * old + weights[1] * residual
-    exponent = eager._exponent(new.abs().amax(-1)) - top_exponent
-    new_scale = eager._power_of_two(exponent.clamp(min=-126))
-    new_error.copy_(new / new_scale.unsqueeze(-1))
-    return scale, squares, new_scale
+    new_error.copy_(new)
+    exponent = (new.abs().amax(-1).view(torch.int32) >> 23) - 127 - top_exponent
+    return scale, squares, ((exponent.clamp(min=-126) + 127) << 23).view(torch.float32)
 
 
 def _decode_rows(
