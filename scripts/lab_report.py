@@ -137,7 +137,15 @@ def plot(results: dict[str, Any], path: Path) -> str:
         rate = crossing(rates, *fastest)
         if rate is not None:
             axes.axvline(rate, color="gray", linewidth=0.8)
-            axes.annotate(f"{scheme}: {rate / 1e9:.2g} Gb/s", (rate, min(fastest[0])), rotation=90)
+            # One at the top and one at the bottom: they may be at the same rate.
+            height, place = (0.98, "top") if lines else (0.02, "bottom")
+            axes.annotate(
+                f"{scheme}: {rate / 1e9:.2g} Gb/s",
+                (rate, height),
+                xycoords=axes.get_xaxis_transform(),
+                rotation=90,
+                va=place,
+            )
         where = "in no place of the sweep" if rate is None else f"from {rate / 1e9:.3g} Gb/s on"
         lines.append(f"{scheme}: the fastest other way overtakes LoCo {where}")
     axes.set_xlabel("bandwidth of a node's link (bits/s)")
