@@ -1,6 +1,6 @@
 """Everything of FSDP2 that torch does not export, in one place.
 
-Read in torch 2.9 and 2.13, tested with 2.13. Public names are used elsewhere directly. What
+Read in torch 2.9, 2.13 and 2.14, and tested with them. Public names are used elsewhere directly. What
 is private here, and why:
 
 - `FSDPModule._get_fsdp_state()`, `._fsdp_param_group(s)`: `fully_shard([a, b])` makes two modules
@@ -12,7 +12,8 @@ is private here, and why:
   put back what was there. The setters of `FSDPModule` set them for one group of a module only.
 - `FSDPParamGroup.all_reduce_grads`, `.gradient_divide_factor`: what the user has set, which an
   all-reduce hook has to follow.
-- `torch.distributed.distributed_c10d._world.pg_names`: `new_group` makes names from its length.
+- `torch.distributed.distributed_c10d._world.pg_names`, `.group_count`: `new_group` makes names from
+  the length of the one, and from torch 2.14 on from the other.
 - `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
 """
 
@@ -214,9 +215,14 @@ def is_stock(comm: ReduceScatter) -> bool:
     return type(comm).__module__.startswith("torch.distributed.fsdp.")
 
 
-def num_groups() -> int:
-    """How many process groups this rank is in."""
-    return len(dist.distributed_c10d._world.pg_names)
+def group_number() -> int:
+    """What torch names the next group by that only its members make, beside their ranks.
+
+    Up to torch 2.13 the number of groups that this rank is in, then of those that it has been asked
+    to make.
+    """
+    world = dist.distributed_c10d._world
+    return world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
 
 
 # torch 2.13 renames them, and warns of the old names.

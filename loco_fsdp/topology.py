@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import num_groups
+from loco_fsdp.fsdp_compat import group_number
 
 logger = logging.getLogger("loco_fsdp")
 
@@ -87,7 +87,7 @@ def _make_hops(group: dist.ProcessGroup, config: LoCoConfig) -> Hops | None:
     if local_size == 1 or len(nodes) == 1:
         return None
     node, local_rank = divmod(group.rank(), local_size)
-    _even_group_counts(group)
+    _even_group_numbers(group)
     # Only its members make a group; all ranks make the one inside their node first.
     intra = dist.new_group(nodes[node], use_local_synchronization=True)
     inter = dist.new_group(
@@ -96,15 +96,15 @@ def _make_hops(group: dist.ProcessGroup, config: LoCoConfig) -> Hops | None:
     return Hops(intra, inter)
 
 
-def _even_group_counts(group: dist.ProcessGroup) -> None:
-    """Let all ranks of `group` be in as many groups as each other.
+def _even_group_numbers(group: dist.ProcessGroup) -> None:
+    """Let all ranks of `group` give the next group that they make the same name.
 
-    torch names a group that only its members make by its ranks and by how many groups they are in,
-    and waits for ever where these differ: in pipelines, for example, whose first and last stage
-    share a group of their own. Groups of one rank make up for it.
+    torch names a group that only its members make by its ranks and by how many groups there were
+    before, and waits for ever where these differ: in pipelines, for example, whose first and last
+    stage share a group of their own. Groups of one rank make up for it.
     """
-    most = max(count for _, count in gather(num_groups(), group))
-    while num_groups() < most:
+    most = max(number for _, number in gather(group_number(), group))
+    while group_number() < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
