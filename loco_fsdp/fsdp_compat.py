@@ -1,7 +1,7 @@
 """Everything of FSDP2 that torch does not export, in one place.
 
-Read in torch 2.9, 2.13 and 2.14, and tested with them. Public names are used elsewhere directly. What
-is private here, and why:
+Read in torch 2.9, 2.13 and 2.14, and tested with them. Public names are used elsewhere directly.
+What is private here, and why:
 
 - `FSDPModule._get_fsdp_state()`, `._fsdp_param_group(s)`: `fully_shard([a, b])` makes two modules
   share one parameter group, a module without parameters has none, and one with parameters on

@@ -272,8 +272,8 @@ def test_no_product_of_offsets_is_32_bits_wide(compiled: dict[Variant, Compiled]
 def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -> None:
     """No contraction beyond `tl.fma`, no flush to zero, no approximate division or root.
 
-    Triton 3.5 flushes in divisions and roots, which is harmless: a scale below the normal numbers is
-    0 by definition, and all that is divided beside it is near 1 or larger.
+    Triton 3.5 flushes in divisions and roots, which is harmless: a scale below the normal numbers
+    is 0 by definition, and all that is divided beside it is near 1 or larger.
     """
     for variant, result in compiled.items():
         if variant.target.startswith("sm_"):
