@@ -50,11 +50,6 @@ class _Plan(NamedTuple):
     pieces: list[tuple[slice, slice]]
     feedback: bool
 
-    @property
-    def own_pieces(self) -> tuple[slice, slice]:
-        """Codes and scales of this replica's blocks on their own wire."""
-        return self.own.layout.on_wire(0, self.own.layout.num_blocks)
-
 
 def split_blocks(
     numels: Sequence[int],
@@ -224,12 +219,13 @@ class LoCoAllReduce(Reducer):
         receive = self._workspace.get("all-reduce receive", (replicas, own.bytes_per_shard), device)
         sums = self._workspace.get("all-reduce sums", (1, own.bytes_per_shard), device)
         by_replica = [[wire[0, piece] for piece in pieces] for pieces in plan.pieces]
-        own_sums = [sums[0, piece] for piece in plan.own_pieces]
+        own_pieces = own.on_wire(0, own.num_blocks)
+        own_sums = [sums[0, piece] for piece in own_pieces]
 
         self._scatter.reserve(shard.num_blocks, device)
         self._scatter.encode(gradient.view(1, -1), wire, plan.shard, plan.feedback)
         with self._scatter.stage("exchange"):
-            received = [[row[piece] for piece in plan.own_pieces] for row in receive]
+            received = [[row[piece] for piece in own_pieces] for row in receive]
             exchange_pieces(received, by_replica, group)
 
         self._gather.reserve(own.num_blocks, device)

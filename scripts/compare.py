@@ -15,6 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare_report import write_report
 from data import Digits, Text, load_data
-from study import CurvePoint, Result, ResultFiles, Run, Study, load_study
+from study import CurvePoint, Result, ResultFiles, Run, Study, full_name, load_study
 from traffic import GradientTraffic
 from train import Trainer, check_environment, distributed_mesh
 
@@ -78,12 +79,13 @@ def do_runs(study: Study, files: ResultFiles, mesh: DeviceMesh) -> int:
     # Rank 0 alone writes, so it alone says what is there.
     done = [set(files.results())]
     dist.broadcast_object_list(done, src=0)
+    load = cache(load_data)  # runs of a study mostly share their data
     left = [run for key, run in runs.items() if key not in done[0]]
     for number, run in enumerate(left, 1):
-        result, curve = train_run(run, load_data(run.config.data), mesh)
+        result, curve = train_run(run, load(run.config.data), mesh)
         if mesh.get_rank() == 0:
             files.append(result, curve)
-            name = ", ".join(filter(None, (run.setting, run.path)))
+            name = full_name(run.setting, run.path)
             print(
                 f"{number}/{len(left)}: {name}, seed {run.seed}: {result.val_loss:.4f}", flush=True
             )

@@ -20,7 +20,7 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from study import CurvePoint, ResultFiles, Run, Study, load_study
+from study import CurvePoint, ResultFiles, Run, Study, full_name, load_study
 
 
 class Comparison(NamedTuple):
@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
     @property
     def name(self) -> str:
         """What the path is called where settings are side by side."""
-        return ", ".join(filter(None, (self.setting, self.path)))
+        return full_name(self.setting, self.path)
 
     @property
     def mean_difference(self) -> float:

@@ -44,6 +44,11 @@ NOT_TRAINED = {
 }
 
 
+def full_name(setting: str, path: str) -> str:
+    """What a path is called where settings are side by side."""
+    return ", ".join(filter(None, (setting, path)))
+
+
 @dataclass(frozen=True)
 class Run:
     """One training: its place in the study, and its configuration."""

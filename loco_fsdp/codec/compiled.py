@@ -63,13 +63,9 @@ class _Chunk(NamedTuple):
         """The blocks among those of the shard."""
         return slice(self.first, self.first + self.num_blocks)
 
-    def codes(self, layout: BlockLayout) -> slice:
-        """Their codes on the wire."""
-        return layout.on_wire(self.blocks.start, self.blocks.stop)[0]
-
-    def scales(self, layout: BlockLayout) -> slice:
-        """Their scales on the wire."""
-        return layout.on_wire(self.blocks.start, self.blocks.stop)[1]
+    def on_wire(self, layout: BlockLayout) -> tuple[slice, slice]:
+        """Their codes and their scales on the wire."""
+        return layout.on_wire(self.blocks.start, self.blocks.stop)
 
 
 class _Scratch(threading.local):
@@ -265,9 +261,9 @@ def _encode_chunk(
         _store_error(_of_peers(new, shape), error, peers, index)
 
     scale = scale[:num_rows].view(shape)
-    codes = wire[peers, chunk.codes(layout)].view(torch.int8)
-    codes.copy_(packed[:num_rows].view(shape[0], -1))
-    wire[peers, chunk.scales(layout)] = scale.view(torch.uint8)
+    codes, scales = chunk.on_wire(layout)
+    wire[peers, codes].view(torch.int8).copy_(packed[:num_rows].view(shape[0], -1))
+    wire[peers, scales] = scale.view(torch.uint8)
     stats.squares[peers, chunk.blocks] = squares[:num_rows].view(*shape, 2)
     stats.nonfinite.add_(scale.isnan().sum())
 
@@ -310,14 +306,15 @@ def _decode_chunk(
     wire: Tensor, chunk: _Chunk, layout: BlockLayout, factor: float, rows: Tensor
 ) -> None:
     """Sum the chunk over all peers into `rows` `[num_blocks, block_size]` float32."""
+    codes, scales = chunk.on_wire(layout)
     for first in range(0, wire.shape[0], _MAX_PEERS):
         sent = wire[first : first + _MAX_PEERS]
         peers = sent.shape[0]
         packed = _scratch.get("packed", peers, rows.shape[0], layout.bytes_per_block)
         scale = _scratch.get("scale", peers, rows.shape[0])
-        codes = sent[:, chunk.codes(layout)].view(torch.int8)
-        packed[:, : chunk.num_blocks].copy_(codes.view(peers, chunk.num_blocks, -1))
-        scale[:, : chunk.num_blocks].view(torch.uint8).copy_(sent[:, chunk.scales(layout)])
+        bytes_ = sent[:, codes].view(torch.int8)
+        packed[:, : chunk.num_blocks].copy_(bytes_.view(peers, chunk.num_blocks, -1))
+        scale[:, : chunk.num_blocks].view(torch.uint8).copy_(sent[:, scales])
         add = compiled_rows.decoder(layout.bits, layout.block_size, peers, first == 0)
         add(packed, scale, rows, compiled_rows.units(layout.bits))
     if factor != 1:
