@@ -1,14 +1,9 @@
 """The loss study: its statistics, resuming, wrong input, and a short run on two ranks."""
 
-# ruff: noqa: E402 - what is not installed is skipped before the imports
-
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +16,12 @@ pytest.importorskip("matplotlib", reason="needs the plot extra")
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-
 import compare as compare_script
 import study as study_script
 from compare import do_runs
 from compare_report import compare, standard_error, write_report
 from study import CurvePoint, Result, ResultFiles, Run, Study, load_study
+from training_runs import ROOT, SCRIPTS, output_of, torchrun
 
 TINY = (
     "--model.dim 32 --model.num_layers 1 --model.num_heads 2 --model.hidden_dim 32 "
@@ -246,13 +239,4 @@ def test_study_on_two_ranks(tmp_path: Path) -> None:
 
 def run_on_two_ranks(*argv: str) -> str:
     """Runs scripts/compare.py; returns what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(SCRIPTS / "compare.py"), *argv]
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return output_of(torchrun("compare.py", *argv))

@@ -24,9 +24,14 @@ def command(tmp_path: Path, *argv: str) -> list[str]:
     """Runs scripts/train.py on its own source text; metrics go to metrics.jsonl."""
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(file.read_bytes() for file in sorted(SCRIPTS.glob("*.py"))))
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += ["--nproc-per-node", "2", str(SCRIPTS / "train.py"), *SMALL, "--data.path", str(text)]
-    return [*run, *argv, "--train.metrics", str(tmp_path / "metrics.jsonl")]
+    metrics = str(tmp_path / "metrics.jsonl")
+    return torchrun("train.py", *SMALL, "--data.path", str(text), *argv, "--train.metrics", metrics)
+
+
+def torchrun(script: str, *argv: str) -> list[str]:
+    """Runs one of scripts/ on two ranks."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*run, str(SCRIPTS / script), *argv]
 
 
 def environment() -> dict[str, str]:
@@ -42,14 +47,15 @@ def environment() -> dict[str, str]:
 
 def run_on_two_ranks(tmp_path: Path, *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Runs it to the end; returns its metrics and its summary."""
-    result = subprocess.run(
-        command(tmp_path, *argv),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    output_of(command(tmp_path, *argv))
     *steps, summary = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     return steps, summary
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints that has to succeed."""
+    result = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
