@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.codec.backends import AUTO
-
 _TIMEOUT_S = 120
 _GRACE_S = 5
 
@@ -94,9 +92,6 @@ class RankPool:
 
 def _serve(rank: int, world_size: int, store: str, timeout_s: int, connection: Connection) -> None:
     torch.set_num_threads(1)
-    # Each rank would compile for longer than its tests take; test_compiled.py shows that compiled
-    # code gives the same bits, and test_train.py runs it in a training.
-    AUTO["cpu"] = "eager"
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     dist.init_process_group(
         "gloo",

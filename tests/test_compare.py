@@ -26,7 +26,7 @@ from training_runs import ROOT, SCRIPTS, output_of, torchrun
 TINY = (
     "--model.dim 32 --model.num_layers 1 --model.num_heads 2 --model.hidden_dim 32 "
     "--data.seq_len 16 --data.batch_size 2 --train.steps 4 --train.eval_interval 2 "
-    "--train.eval_batches 1 --loco.backend eager"
+    "--train.eval_batches 1"
 )
 PATHS = {"stock": "--train.reduce stock", "4 bits": "--loco.bits 4", "1 bit": "--loco.bits 1"}
 STUDY = Study(arguments=TINY, baseline="stock", paths=PATHS, seeds=2)

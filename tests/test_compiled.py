@@ -1,305 +1,237 @@
-"""The compiled codec against its definition, `loco_fsdp.codec.eager`.
-
-Bit-identical at 8 and 4 bits: codes, scales, the stored error (a zero may have another sign) and
-what is decoded. At 2 and 1 bits the scale is a sum, taken in another order: within 4 units in the
-last place; all else follows it.
-"""
+"""The compiled codec against its definition, `loco_fsdp.codec.eager`, and how it is built."""
 
 from __future__ import annotations
 
-import math
+import ctypes
+import os
+import shutil
 import threading
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch._dynamo.utils import counters
 
-from loco_fsdp.codec import BlockLayout, BlockTable, EncodeStats, ErrorState, compiled, eager, ops
+from kernel_cases import (
+    ERROR_DTYPES,
+    GRADIENT_DTYPES,
+    Case,
+    Outcome,
+    assert_same,
+    cases,
+    gradients,
+    variants,
+)
+from loco_fsdp.codec import BlockLayout, ErrorState, compiled, eager, ops
+from loco_kernels import cpu_build
 
-pytestmark = pytest.mark.skipif(not compiled.has_compiler(), reason="no C++ compiler")
-
-PEERS = 2
-BETA = 0.9
-SPARE_ROWS = 3
-FLT_MAX = torch.finfo(torch.float32).max
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True)
-class Variant:
-    """What is compiled once, and the dtypes, which cost no compilation."""
-
-    bits: int
-    block_size: int
-    gradient_dtype: torch.dtype
-    error_dtype: torch.dtype | None
-
-    def __str__(self) -> str:
-        dtypes = f"{self.gradient_dtype}-{self.error_dtype}".replace("torch.", "")
-        return f"{self.bits}bits-{self.block_size}-{dtypes}"
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-# Every width, dtype and a few block sizes, in few compilations.
-VARIANTS = [
-    Variant(4, 256, torch.float32, torch.float16),
-    Variant(4, 256, torch.bfloat16, torch.float8_e4m3fn),
-    Variant(4, 256, torch.float16, torch.int8),
-    Variant(8, 32, torch.bfloat16, torch.bfloat16),
-    Variant(4, 256, torch.float32, None),
-    Variant(2, 64, torch.float32, torch.float32),
-    Variant(1, 1024, torch.float32, torch.float16),
-]
-EXACT = [variant for variant in VARIANTS if variant.bits >= 4]
+def compensated(case: Case, gradient: Tensor, error: ErrorState | None) -> Tensor:
+    h = eager.to_blocks(gradient.float(), case.layout)
+    if error is not None:
+        h = h + eager.load_error(error)[:, case.table().rows]
+    return eager.from_blocks(h, case.layout)
 
 
-class Side:
-    """Everything that one of the two codecs writes."""
-
-    def __init__(self, table: BlockTable, variant: Variant, peers: int = PEERS) -> None:
-        layout = table.layout
-        rows = layout.num_blocks + SPARE_ROWS
-        self.table = table
-        self.wire = torch.zeros(peers, layout.bytes_per_shard, dtype=torch.uint8)
-        self.stats = EncodeStats(
-            torch.zeros(peers, layout.num_blocks, 2), torch.zeros(1, dtype=torch.int64)
-        )
-        self.error = None
-        if variant.error_dtype is not None:
-            payload = torch.zeros(peers, rows, layout.block_size, dtype=variant.error_dtype)
-            self.error = ErrorState(payload, torch.zeros(peers, rows))
-
-    @property
-    def codes(self) -> Tensor:
-        layout = self.table.layout
-        return self.wire[:, : layout.num_blocks * layout.bytes_per_block]
-
-    @property
-    def scales(self) -> Tensor:
-        return self.wire[:, self.table.layout.scales_offset :].contiguous().view(torch.float32)
-
-    def copy_(self, other: Side) -> None:
-        self.wire.copy_(other.wire)
-        if self.error is not None and other.error is not None:
-            self.error.payload.copy_(other.error.payload)
-            self.error.scale.copy_(other.error.scale)
+def check_encode(case: Case, *steps: Tensor) -> Outcome:
+    """Encode the last gradient, with the error that the reference has made of those before."""
+    table, expected = case.table(), Outcome.blank(case)
+    for gradient in steps:
+        actual = expected.copy(CPU)
+        h = compensated(case, gradient, expected.error)
+        eager.encode(gradient, expected.wire, table, expected.stats, expected.error, case.beta)
+    compiled.encode(steps[-1], actual.wire, table, actual.stats, actual.error, case.beta)
+    assert_same(case, h, expected, actual)
+    return expected
 
 
-def make_table(variant: Variant, numels: tuple[int, ...], order: str = "following") -> BlockTable:
-    layout = BlockLayout(numels, variant.bits, variant.block_size)
-    if order == "permuted":
-        generator = torch.Generator().manual_seed(layout.num_blocks)
-        rows = torch.randperm(layout.num_blocks + SPARE_ROWS, generator=generator)
-        return layout.place(CPU, rows[: layout.num_blocks].tolist())
-    return layout.place(CPU, range(SPARE_ROWS, SPARE_ROWS + layout.num_blocks))
+def check_decode(case: Case, wire: Tensor, factor: float) -> None:
+    outputs = torch.empty(2, case.layout.shard_numel, dtype=case.gradient_dtype)
+    compiled.decode(wire, outputs[0], case.table(), factor)
+    eager.decode(wire, outputs[1], case.table(), factor)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0, equal_nan=True)
 
 
-def assert_scales(ours: Side, theirs: Side, bits: int) -> None:
-    nan = theirs.scales.isnan()
-    assert torch.equal(ours.scales.isnan(), nan)
-    difference = ours.scales.view(torch.int32) - theirs.scales.view(torch.int32)
-    assert (difference[~nan].abs() <= (0 if bits >= 4 else 4)).all()
+def check_decode_encode(case: Case, wires: list[Tensor], factor: float) -> None:
+    """Of the last wire, with the error of the sums of those before."""
+    table, expected = case.table(), Outcome.blank(case, peers=1)
+    for wire in wires:
+        actual, total = expected.copy(CPU), torch.empty(1, case.layout.shard_numel)
+        eager.decode(wire, total[0], table, factor)
+        h = compensated(case, total, expected.error)
+        after = (table, expected.stats, expected.error, case.beta)
+        eager.decode_encode(wire, expected.wire, *after, factor)
+    after = (table, actual.stats, actual.error, case.beta)
+    compiled.decode_encode(wires[-1], actual.wire, *after, factor)
+    assert_same(case, h, expected, actual)
 
 
-def assert_same(ours: Side, theirs: Side) -> None:
-    assert_scales(ours, theirs, 4)
-    assert torch.equal(ours.codes, theirs.codes)
-    assert torch.equal(ours.stats.nonfinite, theirs.stats.nonfinite)
-    torch.testing.assert_close(
-        ours.stats.squares, theirs.stats.squares, rtol=1e-4, atol=0, equal_nan=True
-    )
-    if ours.error is not None and theirs.error is not None:
-        assert torch.equal(ours.error.scale, theirs.error.scale)
-        assert torch.equal(ours.error.payload.float(), theirs.error.payload.float())
+def check_all(case: Case, first: Tensor, second: Tensor, factor: float) -> None:
+    wires = [check_encode(case, first).wire, check_encode(case, first, second).wire]
+    check_decode(case, wires[1], factor)
+    check_decode_encode(case, wires, factor)
 
 
-def assert_close(ours: Side, theirs: Side, table: BlockTable) -> None:
-    """Of 2 and 1 bits, where a rounding of the scale moves everything a little."""
-    assert_scales(ours, theirs, 1)
-    assert torch.equal(ours.stats.nonfinite, theirs.stats.nonfinite)
-    assert (ours.codes != theirs.codes).float().mean() < 1e-3
-    if ours.error is not None and theirs.error is not None:
-        mine, other = eager.load_error(ours.error), eager.load_error(theirs.error)
-        size = torch.zeros_like(other)
-        size[:, table.rows] = theirs.scales[:, : table.layout.num_blocks].nan_to_num().unsqueeze(-1)
-        step = torch.finfo(theirs.error.payload.dtype).eps
-        limit = size * 2**-20 + other.abs() * 2 * step
-        assert ((mine - other).abs() > limit).float().mean() < 1e-3
+@pytest.mark.parametrize("case", variants(), ids=str)
+def test_every_variant(case: Case) -> None:
+    check_all(case, gradients(case, 0, -10), gradients(case, 1, -9, special=0.002), 1.0)
 
 
-@st.composite
-def gradients(draw: st.DrawFn, variant: Variant, shard_numel: int) -> Tensor:
-    """Signed, of very different sizes, with what may stand in a gradient now and then."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    x = torch.randn(PEERS, shard_numel, generator=generator)
-    exponent = torch.randint(-30, 31, (PEERS, 1), generator=generator)
-    if draw(st.booleans()):  # each element its own size
-        exponent = torch.randint(-30, 31, x.shape, generator=generator)
-    x = x * 2.0**exponent
-    x[torch.rand(x.shape, generator=generator) < 0.05] = 0
-    special = st.sampled_from(
-        [None, 0.0, math.nan, math.inf, -math.inf, 1e-45, 1e-38, -(2.0**-126), 3e38, FLT_MAX]
-    )
-    length = draw(st.sampled_from([1, 5, variant.block_size, 3 * variant.block_size]))
-    for value in draw(st.lists(special, max_size=3)):
-        first = int(torch.randint(shard_numel, (), generator=generator))
-        if value is not None:
-            x[draw(st.integers(0, PEERS - 1)), first : first + length] = value
-    return x.to(variant.gradient_dtype)
+@settings(max_examples=300)
+@given(
+    cases(),
+    st.integers(0, 2**20),
+    st.integers(-140, 120),
+    st.sampled_from((0.0, 0.0, 0.01, 0.5, 1.0)),
+    st.sampled_from((1.0, 0.5, 1 / 3)),
+)
+def test_any_gradient(case: Case, seed: int, exponent: int, special: float, factor: float) -> None:
+    first = gradients(case, seed, exponent)
+    check_all(case, first, gradients(case, seed + 1, exponent, special), factor)
 
 
-@st.composite
-def part_numels(draw: st.DrawFn, block_size: int) -> tuple[int, ...]:
-    numel = st.one_of(
-        st.just(1),
-        st.integers(1, 3 * block_size),
-        st.integers(1, 5).map(lambda blocks: blocks * block_size),
-        st.just(0),
-    )
-    return (*draw(st.lists(numel, max_size=5)), draw(st.integers(1, 2 * block_size)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_gradient(dtype: torch.dtype) -> None:
+    """Each alone in its block, so that none hides behind a larger one or one that is no number."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    case = Case(8, 32, (1,) * 2**16, 1, dtype, error_dtype=None)
+    check_encode(case, values.unsqueeze(0))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=25)
-@given(data=st.data())
-def test_everything_is_what_the_definition_gives(variant: Variant, data: st.DataObject) -> None:
-    numels = data.draw(part_numels(variant.block_size))
-    table = make_table(variant, numels, data.draw(st.sampled_from(["following", "permuted"])))
-    ours, theirs = Side(table, variant), Side(table, variant)
-    factor = data.draw(st.sampled_from([1.0, 0.5, 1 / 3]))
-    for _ in range(2):
-        x = data.draw(gradients(variant, table.layout.shard_numel))
-        compiled.encode(x, ours.wire, table, ours.stats, ours.error, BETA)
-        eager.encode(x, theirs.wire, table, theirs.stats, theirs.error, BETA)
-        if variant.bits >= 4:
-            assert_same(ours, theirs)
-        else:
-            assert_close(ours, theirs, table)
-            ours.copy_(theirs)
-
-        outputs = torch.empty(2, table.layout.shard_numel, dtype=variant.gradient_dtype)
-        compiled.decode(ours.wire, outputs[0], table, factor)
-        eager.decode(theirs.wire, outputs[1], table, factor)
-        torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0, equal_nan=True)
-
-        our_sum, their_sum = Side(table, variant, 1), Side(table, variant, 1)
-        for codec, side in ((compiled, our_sum), (eager, their_sum)):
-            codec.decode_encode(theirs.wire, side.wire, table, side.stats, side.error, BETA, factor)
-        if variant.bits >= 4:
-            assert_same(our_sum, their_sum)
-        else:
-            assert_close(our_sum, their_sum, table)
+@pytest.mark.parametrize("dtype", ERROR_DTYPES, ids=str)
+def test_every_payload_of_an_error(dtype: torch.dtype) -> None:
+    """Read, and rounded to again. Of the two wider dtypes some: those with few bits set."""
+    bits = 8 * dtype.itemsize
+    patterns = torch.arange(2 ** min(bits, 16), dtype=torch.int64) << (bits - min(bits, 16))
+    integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]
+    payload = patterns.to(integer).view(dtype)
+    payload = payload[payload.float().isfinite() & (payload.float().abs() < 2**16)]
+    payload = payload[: len(payload) // 32 * 32].view(1, -1, 32)
+    case = Case(4, 32, (payload.numel(),), 1, error_dtype=dtype, beta=0.5)
+    table = case.layout.place(CPU)
+    for scale in (2.0**-126, 2.0**-20, 1.0, 2.0**60):
+        written = []
+        for codec in (compiled, eager):
+            side = Outcome.blank(case)
+            error = ErrorState(payload.clone(), torch.full(payload.shape[:2], scale))
+            zeros = torch.zeros(1, payload.numel())
+            codec.encode(zeros, side.wire, table, side.stats, error, case.beta)
+            written.append((side.wire, error.payload.float(), error.scale))
+        for ours, theirs in zip(*written, strict=True):
+            assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("variant", EXACT[:2], ids=str)
-def test_shards_larger_than_the_scratch(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that end inside a part, between parts and with several peers."""
-    numels = (10 * 256, 300, 7 * 256 + 3, 256, 1, 20 * 256)
-    table = make_table(variant, numels, "permuted")
-    x = torch.randn(PEERS, sum(numels)).to(variant.gradient_dtype)
-    theirs = Side(table, variant)
-    eager.encode(x, theirs.wire, table, theirs.stats, theirs.error, BETA)
-    expected = torch.empty(sum(numels), dtype=variant.gradient_dtype)
-    eager.decode(theirs.wire, expected, table)
-    for rows in (4, 9, 43, 1000):
-        monkeypatch.setattr(compiled.compiled_rows, "max_rows", lambda _, rows=rows: rows)
-        compiled._chunks.cache_clear()
-        ours = Side(table, variant)
-        compiled.encode(x, ours.wire, table, ours.stats, ours.error, BETA)
-        assert_same(ours, theirs)
-        output = torch.empty_like(expected)
-        compiled.decode(ours.wire, output, table)
-        assert torch.equal(output, expected)
-    compiled._chunks.cache_clear()
-
-
-def test_many_peers_are_summed_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX_PEERS", 2)
-    layout = BlockLayout((1000, 7), bits=4, block_size=256)
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+def test_every_size_of_a_sum_is_rounded_alike(dtype: torch.dtype) -> None:
+    """Scales with all exponents, and mantissas that end in ties of the narrower dtypes."""
+    exponents = 2.0 ** torch.arange(-126, 128, dtype=torch.float64)
+    mantissas = 1 + torch.arange(0, 2**12, 2**5 - 1, dtype=torch.float64) / 2**12
+    scales = (exponents.unsqueeze(1) * mantissas).flatten().to(torch.float32)
+    layout = BlockLayout((32 * len(scales),), bits=8, block_size=32)
     table = layout.place(CPU)
-    # Sizes so different that another order gives another sum.
-    x = torch.randn(4, layout.shard_numel) * torch.tensor([[1.0], [3e7], [-3e7], [1e3]])
-    side = Side(table, Variant(4, 256, torch.float32, None), peers=4)
-    eager.encode(x, side.wire, table, side.stats)
-    outputs = torch.empty(2, layout.shard_numel)
-    compiled.decode(side.wire, outputs[0], table)
-    eager.decode(side.wire, outputs[1], table)
+    wire = torch.arange(layout.bytes_per_shard).to(torch.uint8).unsqueeze(0)
+    wire[0, layout.on_wire(0, layout.num_blocks)[1]] = scales.view(torch.uint8)
+    outputs = torch.empty(2, layout.shard_numel, dtype=dtype)
+    for codec, output in zip((compiled, eager), outputs, strict=True):
+        codec.decode(wire, output, table)
+    assert outputs[0].isinf().any()
     assert torch.equal(outputs[0], outputs[1])
+
+
+def test_peers_are_summed_in_the_order_of_their_ranks() -> None:
+    case = Case(4, 256, (1000, 7), peers=4, error_dtype=None)
+    # Sizes so different that another order gives another sum.
+    sizes = torch.tensor([[1.0], [3e7], [-3e7], [1e3]])
+    x = torch.randn(4, case.layout.shard_numel) * sizes
+    check_decode(case, check_encode(case, x).wire, 1.0)
 
 
 @pytest.mark.parametrize("k", [-60, -7, 60])
 def test_powers_of_two_change_no_code(k: int) -> None:
-    variant = VARIANTS[0]
-    table = make_table(variant, (1000,))
-    x = torch.randn(PEERS, 1000)
-    plain, scaled = Side(table, variant), Side(table, variant)
-    for _ in range(3):
-        compiled.encode(x, plain.wire, table, plain.stats, plain.error, BETA)
-        compiled.encode(x * 2.0**k, scaled.wire, table, scaled.stats, scaled.error, BETA)
-        assert torch.equal(plain.codes, scaled.codes)
-        assert torch.equal(plain.scales * 2.0**k, scaled.scales)
+    case = Case()
+    plain, scaled = Outcome.blank(case), Outcome.blank(case)
+    for seed in range(3):
+        x = gradients(case, seed)
+        for side, gradient in ((plain, x), (scaled, x * 2.0**k)):
+            compiled.encode(gradient, side.wire, case.table(), side.stats, side.error, case.beta)
+        (codes, scales), (other_codes, other_scales) = (
+            (side.wire[:, : case.layout.scales_offset], eager._read_wire(side.wire, case.layout)[1])
+            for side in (plain, scaled)
+        )
+        assert torch.equal(codes, other_codes)
+        assert torch.equal(scales * 2.0**k, other_scales)
 
 
-def run_unit(numels: tuple[int, ...], variant: Variant = VARIANTS[0]) -> None:
-    table = make_table(variant, numels)
-    side = Side(table, variant)
-    x = torch.randn(PEERS, sum(numels)).to(variant.gradient_dtype)
-    compiled.encode(x, side.wire, table, side.stats, side.error, BETA)
-    compiled.decode(side.wire, torch.empty(sum(numels)), table)
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
-def test_units_of_other_sizes_and_dtypes_are_not_compiled_anew() -> None:
-    run_unit((512,))
-    before = counters["stats"]["unique_graphs"]
-    for numels in ((1,), (256,), (2,) * 40, (256 * 256, 5), (1_000_000, 17, 256)):
-        run_unit(numels)
-        for variant in EXACT[1:3]:
-            run_unit(numels, variant)
-    assert counters["stats"]["unique_graphs"] == before
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_threads_change_nothing(num_threads: int) -> None:
+    case = Case(4, 256, (200_000, 3), peers=2)
+    x = gradients(case, 0)
+    x[:, ::30_000] = torch.nan
+    torch.set_num_threads(num_threads)
+    wire = check_encode(case, gradients(case, 1), x).wire
+    check_decode(case, wire, 0.5)
+    check_decode_encode(case, [wire, wire], 0.5)
 
 
-def largest_allocation(function: object) -> int:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        function()  # type: ignore[operator]
-    return max(event.self_cpu_memory_usage for event in profiler.events())
+def run_all(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    side, total = Outcome.blank(case), Outcome.blank(case, peers=1)
+    table = case.table()
+    x = torch.randn(case.peers, case.layout.shard_numel).to(dtype)
+    compiled.encode(x, side.wire, table, side.stats, side.error, case.beta)
+    compiled.decode(side.wire, x[0], table)
+    compiled.decode_encode(side.wire, total.wire, table, total.stats, total.error, case.beta)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_of_the_size_of_the_gradient_is_allocated(dtype: torch.dtype) -> None:
-    variant = Variant(4, 256, dtype, torch.float16)
-    numels = (2**21, 2**21 + 3)
-    table = make_table(variant, numels)
-    side, sums = Side(table, variant), Side(table, variant, 1)
-    x, output = torch.randn(PEERS, sum(numels)).to(dtype), torch.empty(sum(numels), dtype=dtype)
+def test_nothing_is_allocated() -> None:
+    case = Case(4, 256, (2**18, 2**18 + 3), gradient_dtype=torch.bfloat16)
+    side, total = Outcome.blank(case), Outcome.blank(case, peers=1)
+    table, x = case.table(), gradients(case, 0)
 
-    def reduce(codec: object) -> None:
-        codec.encode(x, side.wire, table, side.stats, side.error, BETA)
-        codec.decode(side.wire, output, table)
-        codec.decode_encode(side.wire, sums.wire, table, sums.stats, sums.error, BETA)
+    def largest_allocation(codec: object) -> int:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
+            codec.encode(x, side.wire, table, side.stats, side.error, case.beta)
+            codec.decode(side.wire, x[0], table)
+            codec.decode_encode(side.wire, total.wire, table, total.stats, total.error, case.beta)
+        return max((event.self_cpu_memory_usage for event in profiler.events()), default=0)
 
-    reduce(compiled)
-    assert largest_allocation(lambda: reduce(compiled)) < output.nbytes // 32
-    assert largest_allocation(lambda: reduce(eager)) >= output.nbytes
+    assert largest_allocation(compiled) == 0
+    assert largest_allocation(eager) >= x.nbytes
 
 
-def test_it_runs_compiled_where_fsdp2_calls_it() -> None:
+def test_it_runs_compiled_where_fsdp2_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread of backward, below an operator, and where dynamo is disabled."""
-    variant = VARIANTS[0]
-    table = make_table(variant, (777,))
-    x = torch.randn(PEERS, 777)
-    theirs = Side(table, variant)
-    eager.encode(x, theirs.wire, table, theirs.stats, theirs.error, BETA)
+    case = Case()
+    x, table = gradients(case, 0), case.table()
+    expected = Outcome.blank(case)
+    eager.encode(x, expected.wire, table, expected.stats, expected.error, case.beta)
+    monkeypatch.delattr(eager, "encode")
+    checks = []
 
     def check() -> None:
-        ours = Side(table, variant)
-        ops.encode(x, ours.wire, table, ours.stats, ours.error, BETA, backend="compiled")
-        assert_same(ours, theirs)
+        side = Outcome.blank(case)
+        arguments = (x, side.wire, table, side.stats, side.error, case.beta)
+        ops.encode(*arguments, backend="compiled")
+        checks.append(torch.equal(side.wire, expected.wire))
 
     class InBackward(torch.autograd.Function):
         @staticmethod
@@ -314,45 +246,132 @@ def test_it_runs_compiled_where_fsdp2_calls_it() -> None:
     def in_backward() -> None:
         InBackward.apply(torch.ones(1, requires_grad=True)).sum().backward()
 
-    def in_thread() -> None:
-        failures: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                in_backward()
-            except BaseException as failure:
-                failures.append(failure)
-
-        thread = threading.Thread(target=target)
-        thread.start()
-        thread.join()
-        assert not failures
-
-    for call in (check, torch._dynamo.disable(check), in_backward, in_thread):
-        compiled.compiled_rows.encoder.cache_clear()
-        before = counters["stats"]["unique_graphs"]
-        call()
-        assert counters["stats"]["unique_graphs"] == before + 1
+    check()
+    torch._dynamo.disable(check)()
+    in_backward()
+    thread = threading.Thread(target=in_backward)
+    thread.start()
+    thread.join()
+    assert checks == [True] * 4
 
 
-def test_without_a_compiler_the_definition_runs_after_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
+def test_other_threads_run_meanwhile() -> None:
+    """The library is loaded in the way that releases the interpreter's lock."""
+    assert isinstance(compiled._library(), ctypes.CDLL)
+    assert not isinstance(compiled._library(), ctypes.PyDLL)
+
+
+def wrong_arguments() -> Iterator[tuple[type[Exception], str, dict[str, object]]]:
+    case = Case()
+    shard_numel, layout = case.layout.shard_numel, case.layout
+    doubles = torch.zeros(2, shard_numel, dtype=torch.float64)
+    yield TypeError, "gradient must be .* got torch.float64", {"gradient": doubles}
+    short = torch.zeros(2, shard_numel - 1)
+    yield ValueError, rf"gradient must have shape \[2, {shard_numel}\]", {"gradient": short}
+    strided = torch.zeros(shard_numel, 2).T
+    yield ValueError, "gradient must be contiguous", {"gradient": strided}
+    elsewhere = torch.zeros(2, shard_numel, device="meta")
+    yield ValueError, "gradient must be on cpu .* got meta", {"gradient": elsewhere}
+    long = torch.zeros(2, layout.bytes_per_shard + 16, dtype=torch.uint8)
+    yield ValueError, "wire must have shape", {"wire": long}
+    payload = torch.zeros(2, case.num_rows, 64)
+    yield ValueError, "payload must have", {"error": ErrorState(payload, payload[..., 0])}
+    yield ValueError, "beta must be in", {"beta": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "wrong"),
+    [*wrong_arguments()],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_wrong_arguments_are_refused_and_nothing_is_written(
+    error: type[Exception], message: str, wrong: dict[str, object]
 ) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    compiled.has_compiler.cache_clear()
-    variant = VARIANTS[0]
-    table = make_table(variant, (300,))
-    ours, theirs = Side(table, variant), Side(table, variant)
-    x = torch.randn(PEERS, 300)
-    eager.encode(x, theirs.wire, table, theirs.stats, theirs.error, BETA)
-    before = counters["stats"]["unique_graphs"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled.encode(x, ours.wire, table, ours.stats, ours.error, BETA)
-        compiled.decode(ours.wire, torch.empty(300), table)
-        compiled.decode_encode(ours.wire, ours.wire[:1].clone(), table, theirs.stats)
-    compiled.has_compiler.cache_clear()
-    assert [str(warning.message) for warning in caught if "g++" in str(warning.message)]
-    assert len(caught) == 1
+    case = Case()
+    side = Outcome.blank(case)
+    right = {"gradient": gradients(case, 0), "wire": side.wire, "error": side.error, "beta": 0.9}
+    before = side.copy(CPU)
+    with pytest.raises(error, match=message):
+        compiled.encode(table=case.table(), stats=side.stats, **{**right, **wrong})
+    assert torch.equal(side.wire, before.wire)
+    assert side.error is not None and not side.error.payload.any()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[str, ...]]]:
+    """An empty cache, and the commands that are run while the test lasts."""
+    commands: list[tuple[str, ...]] = []
+    run = cpu_build._run
+
+    def recorded(*command: str) -> str:
+        commands.append(command)
+        return run(*command)
+
+    def forget() -> None:
+        cpu_build.load_library.cache_clear()
+        compiled._library.cache_clear()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_build, "_run", recorded)
+    forget()
+    yield commands
+    forget()
+
+
+def builds(commands: list[tuple[str, ...]]) -> int:
+    return sum("-o" in command for command in commands)
+
+
+def test_one_build_serves_everything_and_the_next_process(fresh: list[tuple[str, ...]]) -> None:
+    for case in variants()[::7]:
+        run_all(case, case.gradient_dtype)
+    assert builds(fresh) == 1
+    before = len(fresh)
+    cpu_build.load_library.cache_clear()  # as a new process is
+    compiled._library.cache_clear()
+    run_all(Case())
+    assert builds(fresh[before:]) == 0
+
+
+def test_processes_that_build_at_once_do_not_meet(
+    fresh: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        libraries = list(pool.map(lambda _: cpu_build.load_library.__wrapped__(), range(3)))
+    assert len({library._name for library in libraries}) == 1
+    assert [file.suffix for file in (tmp_path / "cache" / "loco_fsdp").iterdir()] == [".so"]
+
+
+def broken_compiler(tmp_path: Path) -> Path:
+    """Says its version, and cannot compile."""
+    path = tmp_path / "c++"
+    path.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo out of luck >&2; exit 1; }\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "broken compiler", "cache is a file"])
+def test_where_it_cannot_be_built_the_definition_runs_after_one_warning(
+    fault: str, fresh: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = {
+        "no compiler": "no C\\+\\+ compiler '/nowhere/g\\+\\+'.*Install g\\+\\+, or set CXX",
+        "broken compiler": "out of luck",
+        "cache is a file": "set XDG_CACHE_HOME",
+    }[fault]
+    if fault == "no compiler":
+        monkeypatch.setenv("CXX", "/nowhere/g++")
+    elif fault == "broken compiler":
+        monkeypatch.setenv("CXX", str(broken_compiler(tmp_path)))
+    else:
+        (tmp_path / "cache").write_text("")
+    case = Case()
+    ours, theirs = Outcome.blank(case), Outcome.blank(case)
+    table, x = case.table(), gradients(case, 0)
+    eager.encode(x, theirs.wire, table, theirs.stats, theirs.error, case.beta)
+    with pytest.warns(UserWarning, match=f"(?s){said}"):
+        compiled.encode(x, ours.wire, table, ours.stats, ours.error, case.beta)
     assert torch.equal(ours.wire, theirs.wire)
-    assert counters["stats"]["unique_graphs"] == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_all(case)

@@ -24,7 +24,7 @@ from loco_fsdp.codec import BlockLayout
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 DIM, NUM_LAYERS = 512, 2
 TINY = [
-    *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s", "--backend", "eager"),
+    *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s"),
     *("--ways", "ring-bf16", "loco-flat", "--warmup", "1", "--steps", "5", "--time-limit", "100"),
     "--plan",
 ]

@@ -16,7 +16,6 @@ SMALL = [
     *("--model.dim", "128", "--model.num_layers", "2", "--model.hidden_dim", "256"),
     *("--data.seq_len", "32", "--optim.warmup_steps", "4"),
     *("--train.steps", "16", "--train.eval_interval", "8", "--train.eval_batches", "2"),
-    *("--loco.backend", "eager"),  # the others first compile for a while
 ]
 
 

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loco_kernels.blocks import element_of, encode_blocks, locate_blocks, to_float32
+from loco_kernels.checks import GRADIENT_DTYPES, check_tensor
 from loco_kernels.launch import (
-    GRADIENT_DTYPES,
-    check_tensor,
     device_of,
     encode_arguments,
     launch_options,

@@ -1,4 +1,4 @@
-"""Host side that the launchers share: shapes of tiles and checks of arguments."""
+"""Host side that the launchers share: shapes of tiles, options and arguments."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-ERROR_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int8,
-    torch.float8_e4m3fn,
-)
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from loco_kernels.checks import check_encode, check_tensor
 
 _THREADS = 128
 _ELEMENTS_PER_THREAD = 32
@@ -71,31 +64,6 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def check_tensor(
-    name: str, x: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...], *shape: int
-) -> None:
-    """Check dtype, device, shape (-1: any size), and that elements lie one after the other."""
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device} like the others, got {x.device}")
-    fits = x.ndim == len(shape) and all(
-        want in (-1, got) for want, got in zip(shape, x.shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("*" if size == -1 else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(x.shape)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
-
-
-def check_blocks(bits: int, block_size: int) -> None:
-    if bits not in (8, 4, 2, 1):
-        raise ValueError(f"bits must be 8, 4, 2 or 1, got {bits}")
-    if not (32 <= block_size <= 1024 and block_size & (block_size - 1) == 0):
-        raise ValueError(f"block_size must be a power of two in 32..1024, got {block_size}")
-
-
 def check_wire(
     name: str, wire: Tensor, device: torch.device, num_blocks: int, scales_offset: int
 ) -> Tensor:
@@ -132,24 +100,26 @@ def encode_arguments(
     device: torch.device,
 ) -> dict[str, object]:
     """Check what `encode_blocks` needs, and return it by the names of the kernels' parameters."""
-    check_blocks(bits, block_size)
+    check_encode(
+        wire,
+        starts,
+        lengths,
+        rows,
+        bits=bits,
+        block_size=block_size,
+        squares=squares,
+        nonfinite=nonfinite,
+        payload=payload,
+        error_scale=error_scale,
+        beta=beta,
+        device=device,
+    )
     num_blocks = starts.shape[0]
-    for name, column in (("starts", starts), ("lengths", lengths), ("rows", rows)):
-        check_tensor(name, column, device, (torch.int64,), num_blocks)
     scales = check_wire("wire", wire, device, num_blocks, scales_offset)
-    peers = wire.shape[0]
-    check_tensor("squares", squares, device, (torch.float32,), peers, num_blocks, 2)
-    check_tensor("nonfinite", nonfinite, device, (torch.int64,), 1)
-    if not 0.0 <= beta < 1.0:
-        raise ValueError(f"beta must be in [0, 1), got {beta}")
-    if (payload is None) != (error_scale is None):
-        raise ValueError("payload and error_scale must be given together, got one of them")
     error = "none"
     num_rows = 0
-    if payload is not None and error_scale is not None:
-        check_tensor("payload", payload, device, ERROR_DTYPES, peers, -1, block_size)
+    if payload is not None:
         num_rows = payload.shape[1]
-        check_tensor("error_scale", error_scale, device, (torch.float32,), peers, num_rows)
         error = str(payload.dtype).removeprefix("torch.").removesuffix("fn")
         if payload.dtype is torch.float8_e4m3fn:
             payload = payload.view(torch.uint8)

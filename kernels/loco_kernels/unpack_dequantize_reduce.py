@@ -19,10 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loco_kernels.blocks import element_of, locate_blocks, round_to, sum_peers
+from loco_kernels.checks import GRADIENT_DTYPES, check_blocks, check_tensor
 from loco_kernels.launch import (
-    GRADIENT_DTYPES,
-    check_blocks,
-    check_tensor,
     check_wire,
     device_of,
     launch_options,

@@ -1,94 +1,67 @@
-"""The codec on CPUs: the arithmetic of `eager.py`, compiled by torch.compile.
+"""The codec on CPUs: the arithmetic of `eager.py` in C++, compiled when it is first called.
 
-Blocks of one or more peers are copied into a small scratch as float32 rows, one compiled call
-encodes or decodes all of them (`compiled_rows.py`), and the results are copied to where they
-belong. So nothing the size of the gradient is allocated, and what is compiled knows neither the
-dtypes of gradient and error, nor how many peers there are, nor where parameters end.
+One call reads and writes each element once, in as many threads as torch uses, allocates nothing,
+and leaves the interpreter to other threads meanwhile. One build serves every width, dtype and size.
 
 Without a C++ compiler the functions of `eager.py` run, after one warning.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import math
-import os
-import shutil
-import sys
-import threading
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loco_fsdp.codec import compiled_rows, eager
+from loco_fsdp.codec import eager
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockLayout, BlockTable
+from loco_kernels.checks import GRADIENT_DTYPES, check_blocks, check_encode, check_tensor
+from loco_kernels.cpu_build import load_library
 
-# Peers that one call of decode sums: its code is unrolled over them.
-_MAX_PEERS = 8
-
-
-class _Piece(NamedTuple):
-    """Blocks of one part that follow each other, all whole or one short.
-
-    first: row of the first block, counted from the first row of the chunk
-    num_blocks: how many
-    start: first element in the shard
-    length: elements of each block
-    """
-
-    first: int
-    num_blocks: int
-    start: int
-    length: int
+_CPU = torch.device("cpu")
+# `Dtype` of cpu_codec.cpp.
+_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
 
 
-class _Chunk(NamedTuple):
-    """Blocks of a shard that follow each other and fit in the scratch.
+class _Blocks(ctypes.Structure):
+    """`Blocks` of cpu_codec.cpp."""
 
-    first: the first block
-    num_blocks: how many
-    pieces: where they are in the shard
-    """
-
-    first: int
-    num_blocks: int
-    pieces: tuple[_Piece, ...]
-
-    @property
-    def blocks(self) -> slice:
-        """The blocks among those of the shard."""
-        return slice(self.first, self.first + self.num_blocks)
-
-    def on_wire(self, layout: BlockLayout) -> tuple[slice, slice]:
-        """Their codes and their scales on the wire."""
-        return layout.on_wire(self.blocks.start, self.blocks.stop)
+    _fields_ = (
+        ("bits", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("bytes_per_shard", ctypes.c_int64),
+        ("scales_offset", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
 
 
-class _Scratch(threading.local):
-    """Float32 buffers of the calling thread by name; they only grow."""
+class _State(ctypes.Structure):
+    """`State` of cpu_codec.cpp."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, *shape: int) -> Tensor:
-        """A contiguous tensor with undefined contents, valid until the next one of that name."""
-        numel = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < numel:
-            with torch.inference_mode(False):
-                buffer = self._buffers[name] = torch.zeros(numel)
-        return buffer[:numel].view(shape)
-
-    def rows(self, name: str, rows: int, *shape: int) -> Tensor:
-        """`[rows, *shape]`, at least two rows: one row alone would be compiled anew."""
-        return self.get(name, max(rows, 2), *shape)
-
-
-_scratch = _Scratch()
+    _fields_ = (
+        ("squares", ctypes.c_void_p),
+        ("nonfinite", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("error_scale", ctypes.c_void_p),
+        ("error_dtype", ctypes.c_int64),
+        ("error_top_exponent", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("beta", ctypes.c_float),
+        ("one_minus_beta", ctypes.c_float),
+    )
 
 
 @torch.no_grad()
@@ -100,35 +73,44 @@ def encode(
     error: ErrorState | None = None,
     beta: float = 0.0,
 ) -> None:
-    """See `eager.encode`."""
-    if not has_compiler():
+    """See `eager.encode`.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is not contiguous or not on the CPU.
+    """
+    library = _library()
+    if library is None:
         return eager.encode(gradient, wire, table, stats, error, beta)
-    block_size = table.layout.block_size
-    for chunk in _chunks(table.layout):
-        for peers in _peer_ranges(gradient.shape[0], chunk, block_size):
-            source = gradient[peers]
-            rows = _view(source[0], chunk, block_size) if source.shape[0] == 1 else None
-            if rows is None:
-                num_rows = source.shape[0] * chunk.num_blocks
-                rows = _scratch.rows("rows", num_rows, block_size)
-                _gather(source, chunk, rows[:num_rows].view(source.shape[0], -1, block_size))
-            _encode_chunk(rows, peers, chunk, wire, table, stats, error, beta)
+    peers, shard_numel = wire.shape[0], table.layout.shard_numel
+    check_tensor("gradient", gradient, _CPU, GRADIENT_DTYPES, peers, shard_numel)
+    library.loco_encode(
+        *_encode_arguments(wire, table, stats, error, beta),
+        _pointer(gradient),
+        ctypes.c_int64(_DTYPES[gradient.dtype]),
+        ctypes.c_int64(shard_numel),
+        ctypes.c_int64(peers),
+        _pointer(wire),
+    )
 
 
 @torch.no_grad()
 def decode(wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
-    """See `eager.decode`."""
-    if not has_compiler():
+    """See `eager.decode`; raises like `encode`."""
+    library = _library()
+    if library is None:
         return eager.decode(wire, output, table, factor)
-    block_size = table.layout.block_size
-    for chunk in _chunks(table.layout):
-        view = _view(output, chunk, block_size)
-        rows = _scratch.rows("rows", chunk.num_blocks, block_size) if view is None else view
-        _decode_chunk(wire, chunk, table.layout, factor, rows)
-        if view is None:
-            for first, num_blocks, start, length in chunk.pieces:
-                target = output[start : start + num_blocks * length].view(num_blocks, length)
-                target.copy_(rows[first : first + num_blocks, :length])
+    check_blocks(table.layout.bits, table.layout.block_size)
+    _check_wire("wire", wire, table.layout)
+    check_tensor("output", output, _CPU, GRADIENT_DTYPES, table.layout.shard_numel)
+    library.loco_decode(
+        ctypes.byref(_blocks(table)),
+        _pointer(wire),
+        ctypes.c_int64(wire.shape[0]),
+        ctypes.c_float(factor),
+        _pointer(output),
+        ctypes.c_int64(_DTYPES[output.dtype]),
+    )
 
 
 @torch.no_grad()
@@ -141,181 +123,84 @@ def decode_encode(
     beta: float = 0.0,
     factor: float = 1.0,
 ) -> None:
-    """See `eager.decode_encode`."""
-    if not has_compiler():
+    """See `eager.decode_encode`; raises like `encode`."""
+    library = _library()
+    if library is None:
         return eager.decode_encode(received, wire, table, stats, error, beta, factor)
-    for chunk in _chunks(table.layout):
-        rows = _scratch.rows("rows", chunk.num_blocks, table.layout.block_size)
-        _decode_chunk(received, chunk, table.layout, factor, rows)
-        _clear_padding(chunk, rows.unsqueeze(0))
-        _encode_chunk(rows, slice(0, 1), chunk, wire, table, stats, error, beta)
+    _check_wire("received", received, table.layout)
+    library.loco_decode_encode(
+        *_encode_arguments(wire, table, stats, error, beta),
+        _pointer(received),
+        ctypes.c_int64(received.shape[0]),
+        ctypes.c_float(factor),
+        _pointer(wire),
+    )
 
 
 @functools.cache
-def has_compiler() -> bool:
-    """Whether the C++ compiler that torch.compile calls is there; warns where it is not."""
-    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(name) is not None:
-        return True
-    warnings.warn(
-        f"there is no C++ compiler {name!r}: loco-fsdp runs its codec uncompiled, several times "
-        'slower. Install g++, or set CXX to a compiler, or choose backend="eager"',
-        stacklevel=3,
-    )
-    return False
-
-
-@functools.lru_cache(1024)
-def _chunks(layout: BlockLayout) -> tuple[_Chunk, ...]:
-    """The blocks of a shard, a scratch full at a time."""
-    pieces = []
-    start = 0
-    for numel in layout.numels:
-        whole, tail = divmod(numel, layout.block_size)
-        pieces += [(start, whole, layout.block_size)] if whole else []
-        pieces += [(start + numel - tail, 1, tail)] if tail else []
-        start += numel
-
-    chunks = [_Chunk(0, 0, ())]
-    for start, num_blocks, length in pieces:
-        while num_blocks:
-            first, used, others = chunks[-1]
-            taken = min(num_blocks, compiled_rows.max_rows(layout.block_size) - used)
-            if not taken:
-                chunks.append(_Chunk(first + used, 0, ()))
-                continue
-            piece = _Piece(used, taken, start, length)
-            chunks[-1] = _Chunk(first, used + taken, (*others, piece))
-            start, num_blocks = start + taken * length, num_blocks - taken
-    return tuple(chunk for chunk in chunks if chunk.num_blocks)
-
-
-def _peer_ranges(peers: int, chunk: _Chunk, block_size: int) -> Iterator[slice]:
-    """Peers whose rows are encoded by one call: several where shards are small."""
-    together = compiled_rows.max_rows(block_size) // chunk.num_blocks
-    for first in range(0, peers, together):
-        yield slice(first, min(peers, first + together))
-
-
-def _view(flat: Tensor, chunk: _Chunk, block_size: int) -> Tensor | None:
-    """The chunk as rows of the shard itself, where they are float32 and whole."""
-    _, num_blocks, start, length = chunk.pieces[0]
-    whole = len(chunk.pieces) == 1 and length == block_size and num_blocks > 1
-    if not whole or flat.dtype is not torch.float32:
-        return None
-    return flat[start : start + num_blocks * length].view(num_blocks, length)
-
-
-def _gather(gradient: Tensor, chunk: _Chunk, rows: Tensor) -> None:
-    """`[peers, shard_numel]` of any dtype to `[peers, num_blocks, block_size]` float32."""
-    for first, num_blocks, start, length in chunk.pieces:
-        source = gradient[:, start : start + num_blocks * length]
-        target = rows[:, first : first + num_blocks, :length]
-        target.copy_(source.view(-1, num_blocks, length))
-    _clear_padding(chunk, rows)
-
-
-def _clear_padding(chunk: _Chunk, rows: Tensor) -> None:
-    """Zero the ends of short blocks in `[peers, num_blocks, block_size]`."""
-    for first, num_blocks, _, length in chunk.pieces:
-        if length < rows.shape[-1]:
-            rows[:, first : first + num_blocks, length:].zero_()
-
-
-def _encode_chunk(
-    rows: Tensor,
-    peers: slice,
-    chunk: _Chunk,
-    wire: Tensor,
-    table: BlockTable,
-    stats: EncodeStats,
-    error: ErrorState | None,
-    beta: float,
-) -> None:
-    """Encode the chunk of `peers`, given as `rows` `[peers * num_blocks, block_size]` float32."""
-    layout = table.layout
-    shape = (peers.stop - peers.start, chunk.num_blocks)
-    num_rows = math.prod(shape)
-    packed = _scratch.rows("packed", num_rows, layout.bytes_per_block)
-    lengths = _scratch.rows("lengths", num_rows)
-    if layout.bits < 4:  # else they are not looked at
-        lengths[:num_rows].view(shape).copy_(table.lengths[chunk.blocks])
-    compute = compiled_rows.encoder(layout.bits, layout.block_size, error is not None)
-    if error is None:
-        constants = compiled_rows.constants(layout.bits, torch.float32, beta)
-        scale, squares = compute(rows, packed, lengths, *constants)
-    else:
-        constants = compiled_rows.constants(layout.bits, error.payload.dtype, beta)
-        old, new = (
-            ErrorState(
-                _scratch.rows(f"{name}_payload", num_rows, layout.block_size),
-                _scratch.rows(f"{name}_scale", num_rows),
-            )
-            for name in ("old", "new")
+def _library() -> ctypes.CDLL | None:
+    """The compiled codec; None, after a warning, where it cannot be had."""
+    try:
+        return load_library()
+    except RuntimeError as error:
+        warnings.warn(
+            f'loco-fsdp runs its codec as with backend="eager", many times slower: {error}',
+            stacklevel=3,
         )
-        index = _error_rows(table, chunk)
-        _load_error(error, peers, index, _of_peers(old, shape))
-        scale, squares, new_scale = compute(rows, packed, lengths, *constants, *old, new.payload)
-        new.payload.div_(new_scale.unsqueeze(-1))
-        new.scale.copy_(new_scale)
-        _store_error(_of_peers(new, shape), error, peers, index)
-
-    scale = scale[:num_rows].view(shape)
-    codes, scales = chunk.on_wire(layout)
-    wire[peers, codes].view(torch.int8).copy_(packed[:num_rows].view(shape[0], -1))
-    wire[peers, scales] = scale.view(torch.uint8)
-    stats.squares[peers, chunk.blocks] = squares[:num_rows].view(*shape, 2)
-    stats.nonfinite.add_(scale.isnan().sum())
+        return None
 
 
-def _error_rows(table: BlockTable, chunk: _Chunk) -> slice | Tensor:
-    """The rows of the chunk in the error buffer; a slice where they follow each other."""
-    rows = table.rows[chunk.blocks]
-    listed = rows.tolist()  # operations of torch would take longer
-    following = range(listed[0], listed[0] + chunk.num_blocks)
-    return slice(following.start, following.stop) if listed == list(following) else rows
+def _encode_arguments(
+    wire: Tensor, table: BlockTable, stats: EncodeStats, error: ErrorState | None, beta: float
+) -> tuple[object, object]:
+    """What both functions that encode begin with, checked."""
+    layout = table.layout
+    _check_wire("wire", wire, layout)
+    payload, error_scale = (None, None) if error is None else error
+    check_encode(
+        wire,
+        *table[1:],
+        bits=layout.bits,
+        block_size=layout.block_size,
+        squares=stats.squares,
+        nonfinite=stats.nonfinite,
+        payload=payload,
+        error_scale=error_scale,
+        beta=beta,
+        device=_CPU,
+    )
+    state = _State(
+        squares=_pointer(stats.squares),
+        nonfinite=_pointer(stats.nonfinite),
+        beta=beta,
+        one_minus_beta=1 - beta,
+    )
+    if error is not None:
+        state.payload, state.error_scale = map(_pointer, error)
+        state.error_dtype = _DTYPES[error.payload.dtype]
+        state.error_top_exponent = eager.ERROR_TOP_EXPONENT[error.payload.dtype]
+        state.num_rows = error.payload.shape[1]
+    return ctypes.byref(_blocks(table)), ctypes.byref(state)
 
 
-def _of_peers(rows: ErrorState, shape: tuple[int, int]) -> ErrorState:
-    """The first rows as `[peers, num_blocks, block_size]` and `[peers, num_blocks]`."""
-    num_rows = math.prod(shape)
-    return ErrorState(rows.payload[:num_rows].view(*shape, -1), rows.scale[:num_rows].view(shape))
+def _check_wire(name: str, wire: Tensor, layout: BlockLayout) -> None:
+    check_tensor(name, wire, _CPU, (torch.uint8,), -1, layout.bytes_per_shard)
 
 
-def _load_error(error: ErrorState, peers: slice, index: slice | Tensor, rows: ErrorState) -> None:
-    payload = error.payload[peers]
-    if isinstance(index, slice):
-        rows.payload.copy_(payload[:, index])
-    else:
-        rows.payload.copy_(eager._indexable(payload)[:, index].view(payload.dtype))
-    rows.scale.copy_(error.scale[peers, index])
+def _blocks(table: BlockTable) -> _Blocks:
+    layout = table.layout
+    return _Blocks(
+        bits=layout.bits,
+        block_size=layout.block_size,
+        num_blocks=layout.num_blocks,
+        bytes_per_shard=layout.bytes_per_shard,
+        scales_offset=layout.scales_offset,
+        starts=_pointer(table.starts),
+        lengths=_pointer(table.lengths),
+        rows=_pointer(table.rows),
+        threads=torch.get_num_threads(),
+    )
 
 
-def _store_error(rows: ErrorState, error: ErrorState, peers: slice, index: slice | Tensor) -> None:
-    payload = error.payload[peers]
-    if payload.dtype is torch.int8:
-        rows.payload.round_().clamp_(-127, 127)
-    if isinstance(index, slice):
-        payload[:, index].copy_(rows.payload)
-    else:
-        eager._indexable(payload)[:, index] = eager._indexable(rows.payload.to(payload.dtype))
-    error.scale[peers, index] = rows.scale
-
-
-def _decode_chunk(
-    wire: Tensor, chunk: _Chunk, layout: BlockLayout, factor: float, rows: Tensor
-) -> None:
-    """Sum the chunk over all peers into `rows` `[num_blocks, block_size]` float32."""
-    codes, scales = chunk.on_wire(layout)
-    for first in range(0, wire.shape[0], _MAX_PEERS):
-        sent = wire[first : first + _MAX_PEERS]
-        peers = sent.shape[0]
-        packed = _scratch.get("packed", peers, rows.shape[0], layout.bytes_per_block)
-        scale = _scratch.get("scale", peers, rows.shape[0])
-        bytes_ = sent[:, codes].view(torch.int8)
-        packed[:, : chunk.num_blocks].copy_(bytes_.view(peers, chunk.num_blocks, -1))
-        scale[:, : chunk.num_blocks].view(torch.uint8).copy_(sent[:, scales])
-        add = compiled_rows.decoder(layout.bits, layout.block_size, peers, first == 0)
-        add(packed, scale, rows, compiled_rows.units(layout.bits))
-    if factor != 1:
-        rows.mul_(factor)
+def _pointer(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())

@@ -1,0 +1,431 @@
+// The codec on CPUs: the arithmetic of loco_fsdp/codec/eager.py, one block after the other.
+//
+// A block is widened to float32 in buffers that stay in the first level of cache, so gradient,
+// error and wire are read and written once. Loops over its elements are the compiler's to
+// vectorize. It may neither contract a * b + c nor reorder a sum (cpu_build.py), except where
+// `omp simd reduction` allows it.
+//
+// The wire, its blocks and the table of them are described in loco_fsdp/codec/layout.py.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kMaxBlock = 1024;
+constexpr float kSmallestNormal = 0x1p-126f;
+constexpr int32_t kMagnitudeBits = 0x7fffffff;
+constexpr int32_t kInfinityBits = 0x7f800000;
+
+// Adding 1.5 * 2**23 to a float below 2**22 in magnitude rounds it half to even, and leaves the
+// integer in the low bits of the sum, in two's complement.
+constexpr float kRoundToInteger = 0x1.8p23f;
+
+// Four-level Lloyd-Max quantizer of a unit Gaussian.
+constexpr float kSmallLevel = 0.4528f, kLargeLevel = 1.510f, kThreshold = 0.9816f;
+
+// A thread costs about as much as encoding this many elements.
+constexpr int64_t kElementsPerThread = 1 << 16;
+
+int32_t bits_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+float from_bits(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// For exponents in -126..127.
+constexpr int32_t power_of_two_bits(int32_t exponent) { return (exponent + 127) << 23; }
+
+// floor(log2(x)), given the bits of x >= 0; -127 for zero and subnormals.
+int32_t exponent_of(int32_t magnitude) { return (magnitude >> 23) - 127; }
+
+// ------------------------------------------------------------------------------------ dtypes
+
+// A sign, kExponent bits of exponent and kMantissa of mantissa. With kIsIeee the largest exponent
+// stands for infinity and NaN; without it only all ones are NaN, and there is no infinity.
+template <class Bits_, int kExponent, int kMantissa_, bool kIsIeee>
+struct SmallFloat {
+  using Bits = Bits_;
+  static constexpr int kMantissa = kMantissa_;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr int kShift = 23 - kMantissa;               // to the mantissa of a float32
+  static constexpr int kSignShift = 31 - kExponent - kMantissa;  // to its sign
+  static constexpr int32_t kLargest = (1 << (kExponent + kMantissa)) - 1;
+  // The first magnitude that is not finite.
+  static constexpr int32_t kNotFinite = kIsIeee ? ((1 << kExponent) - 1) << kMantissa : kLargest;
+  Bits bits;
+};
+
+using BFloat16 = SmallFloat<uint16_t, 8, 7, true>;
+using Float16 = SmallFloat<uint16_t, 5, 10, true>;
+using Float8E4M3 = SmallFloat<uint8_t, 4, 3, false>;
+
+inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return x; }
+
+template <class Bits, int E, int M, bool kIsIeee>
+inline float widen(SmallFloat<Bits, E, M, kIsIeee> x) {
+  using Type = SmallFloat<Bits, E, M, kIsIeee>;
+  const int32_t magnitude = x.bits & Type::kLargest;
+  const int32_t sign = (x.bits & (Type::kLargest + 1)) << Type::kSignShift;
+  // Multiplying moves the bias, of subnormals too.
+  const float value =
+      from_bits(magnitude << Type::kShift) * from_bits(power_of_two_bits(127 - Type::kBias));
+  const int32_t not_finite = kInfinityBits | magnitude << Type::kShift;
+  return from_bits((magnitude < Type::kNotFinite ? bits_of(value) : not_finite) | sign);
+}
+
+inline void narrow(float x, float& to) { to = x; }
+
+inline void narrow(float x, int8_t& to) {
+  to = static_cast<int8_t>(bits_of(std::min(std::max(x, -127.0f), 127.0f) + kRoundToInteger));
+}
+
+// Half to even; what is too large becomes infinity, or NaN where there is none.
+template <class Bits, int E, int M, bool kIsIeee>
+inline void narrow(float x, SmallFloat<Bits, E, M, kIsIeee>& to) {
+  using Type = SmallFloat<Bits, E, M, kIsIeee>;
+  const int32_t magnitude = bits_of(x) & kMagnitudeBits;
+  const int32_t half = (1 << (Type::kShift - 1)) - 1 + (magnitude >> Type::kShift & 1);
+  int32_t rounded =
+      ((magnitude + half) >> Type::kShift) - ((127 - Type::kBias) << Type::kMantissa);
+  // A sum with a float whose unit in the last place is the smallest subnormal rounds to those.
+  constexpr int32_t kUnit = power_of_two_bits(24 - Type::kBias - Type::kMantissa);
+  const int32_t subnormal = bits_of(from_bits(magnitude) + from_bits(kUnit)) - kUnit;
+  rounded = magnitude < power_of_two_bits(1 - Type::kBias) ? subnormal : rounded;
+  rounded = std::min(rounded, Type::kNotFinite);
+  rounded = magnitude > kInfinityBits ? Type::kLargest : rounded;
+  const int32_t sign = (bits_of(x) >> Type::kSignShift) & (Type::kLargest + 1);
+  to.bits = static_cast<Bits>(rounded | sign);
+}
+
+// As `compiled.py` numbers them.
+enum Dtype : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kFloat8E4M3 };
+
+// Calls `function` with a pointer to elements of that dtype, the first of them at `index`.
+template <class Function>
+void with_elements(void* elements, int64_t dtype, int64_t index, Function function) {
+  switch (dtype) {
+    case kFloat32: return function(static_cast<float*>(elements) + index);
+    case kBFloat16: return function(static_cast<BFloat16*>(elements) + index);
+    case kFloat16: return function(static_cast<Float16*>(elements) + index);
+    case kInt8: return function(static_cast<int8_t*>(elements) + index);
+    case kFloat8E4M3: return function(static_cast<Float8E4M3*>(elements) + index);
+  }
+}
+
+template <class Type>
+void widen_all(const Type* source, int64_t length, float* target) {
+  for (int64_t i = 0; i < length; ++i) target[i] = widen(source[i]);
+}
+
+template <class Type>
+void narrow_all(const float* source, int64_t length, Type* target) {
+  for (int64_t i = 0; i < length; ++i) narrow(source[i], target[i]);
+}
+
+#ifdef __F16C__
+// The default error dtype has instructions of its own, which compilers do not find by themselves.
+void widen_all(const Float16* source, int64_t length, float* target) {
+  const int64_t whole = length & ~int64_t{7};
+  for (int64_t i = 0; i < whole; i += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(halves));
+  }
+  widen_all<Float16>(source + whole, length - whole, target + whole);
+}
+
+void narrow_all(const float* source, int64_t length, Float16* target) {
+  const int64_t whole = length & ~int64_t{7};
+  for (int64_t i = 0; i < whole; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), halves);
+  }
+  narrow_all<Float16>(source + whole, length - whole, target + whole);
+}
+#endif
+
+void load(const void* elements, int64_t dtype, int64_t index, int64_t length, float* target) {
+  with_elements(const_cast<void*>(elements), dtype, index,
+                [&](const auto* source) { widen_all(source, length, target); });
+}
+
+void store(const float* source, void* elements, int64_t dtype, int64_t index, int64_t length) {
+  with_elements(elements, dtype, index,
+                [&](auto* target) { narrow_all(source, length, target); });
+}
+
+// ------------------------------------------------------------------------------- quantization
+
+// Bits of the largest magnitude: more than those of infinity where there is a NaN.
+int32_t absmax_bits(const float* x, int size) {
+  int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+  for (int i = 0; i < size; ++i) largest = std::max(largest, bits_of(x[i]) & kMagnitudeBits);
+  return largest;
+}
+
+// 0 where nothing can be sent, NaN where the block is not finite. `h` is zero beyond `length`.
+template <int kBits>
+float block_scale(const float* h, int size, int64_t length) {
+  const int32_t largest = absmax_bits(h, size);
+  if (largest >= kInfinityBits) return NAN;
+  float scale, top;
+  if constexpr (kBits >= 4) {
+    top = (1 << (kBits - 1)) - 1;
+    scale = from_bits(largest) / top;
+  } else {
+    // Squares would leave the range of float32: bring the block near 1 by a power of two first.
+    const float unit = from_bits(power_of_two_bits(std::max(exponent_of(largest), -126)));
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < size; ++i) {
+      const double x = h[i] / unit;
+      sum += kBits == 2 ? x * x : std::fabs(x);
+    }
+    const double moment = sum / length;
+    top = kBits == 2 ? kLargeLevel : 1.0f;
+    scale = static_cast<float>(kBits == 2 ? std::sqrt(moment) : moment) * unit;
+  }
+  if (scale < kSmallestNormal) scale = 0;
+  return std::isfinite(scale * top) ? scale : NAN;
+}
+
+// Codes of `h`, packed, and their levels. A scale of 0 or NaN divides to zeros.
+template <int kBits>
+void quantize(const float* h, int size, float scale, float* level, uint8_t* packed) {
+  const float divisor = scale > 0 ? scale : INFINITY;
+  uint8_t codes[kMaxBlock];
+  for (int i = 0; i < size; ++i) {
+    const float x = h[i] / divisor;
+    if constexpr (kBits >= 4) {
+      // The scale is a normal number, hence |x| < m + 0.5: there is nothing to clamp.
+      const float rounded = x + kRoundToInteger;
+      level[i] = rounded - kRoundToInteger;
+      codes[i] = static_cast<uint8_t>(bits_of(rounded));
+    } else {
+      const bool large = kBits == 2 && std::fabs(x) > kThreshold;
+      const float magnitude = kBits == 1 ? 1.0f : large ? kLargeLevel : kSmallLevel;
+      level[i] = x < 0 ? -magnitude : magnitude;
+      codes[i] = x < 0 ? -1 - large : large;
+    }
+  }
+  constexpr int kPlanes = 8 / kBits, kMask = (1 << kBits) - 1;
+  const int bytes = size / kPlanes;
+  for (int i = 0; i < bytes; ++i) {
+    int byte = 0;
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      byte |= (codes[i + plane * bytes] & kMask) << (plane * kBits);
+    }
+    packed[i] = static_cast<uint8_t>(byte);
+  }
+}
+
+// Adds `scale` times the levels of packed codes to `total`.
+template <int kBits>
+void add_levels(const uint8_t* packed, int size, float scale, float* total) {
+  const int bytes = size * kBits / 8;
+  for (int plane = 0; plane < 8 / kBits; ++plane) {
+    float* sum = total + plane * bytes;
+    for (int i = 0; i < bytes; ++i) {
+      // Shifting to the top and back down extends the sign.
+      const uint32_t top = uint32_t{packed[i]} << (32 - kBits - plane * kBits);
+      const int32_t code = static_cast<int32_t>(top) >> (32 - kBits);
+      float level = static_cast<float>(code);
+      if constexpr (kBits == 1) level = 1 + 2 * level;
+      if constexpr (kBits == 2) {
+        const float magnitude = (code ^ code >> 1) & 1 ? kLargeLevel : kSmallLevel;
+        level = code < 0 ? -magnitude : magnitude;
+      }
+      sum[i] += level * scale;
+    }
+  }
+}
+
+// Calls `function` with a type whose `value` is `bits`.
+template <class Function>
+void with_bits(int64_t bits, Function function) {
+  switch (bits) {
+    case 8: return function(std::integral_constant<int, 8>());
+    case 4: return function(std::integral_constant<int, 4>());
+    case 2: return function(std::integral_constant<int, 2>());
+    case 1: return function(std::integral_constant<int, 1>());
+  }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------- arguments of compiled.py
+
+struct Blocks {
+  int64_t bits, block_size, num_blocks, bytes_per_shard, scales_offset;
+  const int64_t *starts, *lengths, *rows;
+  int64_t threads;
+
+  int64_t bytes_per_block() const { return block_size * bits / 8; }
+};
+
+struct State {
+  float* squares;      // [peers, num_blocks, 2]
+  int64_t* nonfinite;  // [1]
+  void* payload;       // [peers, num_rows, block_size], or null
+  float* error_scale;  // [peers, num_rows]
+  int64_t error_dtype, error_top_exponent, num_rows;
+  float beta, one_minus_beta;
+};
+
+namespace {
+
+// Compensates `h` by the error of its row, encodes it, and updates the error.
+template <int kBits>
+void encode_block(const Blocks& blocks, const State& state, int64_t peer, int64_t block, float* h,
+                  uint8_t* wire, int64_t* nonfinite) {
+  const int size = static_cast<int>(blocks.block_size);
+  const int64_t length = blocks.lengths[block];
+  const int64_t row = peer * state.num_rows + blocks.rows[block];
+  float old[kMaxBlock], level[kMaxBlock];
+  std::fill(h + length, h + size, 0.0f);
+  if (state.payload) {
+    const float unit = state.error_scale[row];
+    load(state.payload, state.error_dtype, row * size, size, old);
+    for (int i = 0; i < size; ++i) {
+      old[i] *= unit;
+      h[i] += old[i];
+    }
+  } else {
+    std::fill(old, old + size, 0.0f);
+  }
+
+  float scale = block_scale<kBits>(h, size, length);
+  uint8_t* shard = wire + peer * blocks.bytes_per_shard;
+  std::memcpy(shard + blocks.scales_offset + block * sizeof scale, &scale, sizeof scale);
+  if (std::isnan(scale)) {  // from here on a block of zeros, which leaves no error
+    ++*nonfinite;
+    scale = 0;
+    std::fill(h, h + size, 0.0f);
+    std::fill(old, old + size, 0.0f);
+  }
+  quantize<kBits>(h, size, scale, level, shard + block * blocks.bytes_per_block());
+  std::fill(level + length, level + size, 0.0f);  // 1 and 2 bits have no level of zero
+
+  float sent = 0, left = 0;
+  float* error = level;
+#pragma omp simd reduction(+ : sent, left)
+  for (int i = 0; i < size; ++i) {
+    const float residual = h[i] - level[i] * scale;
+    sent += h[i] * h[i];
+    left += residual * residual;
+    error[i] = state.beta * old[i] + state.one_minus_beta * residual;
+  }
+  float* squares = state.squares + 2 * (peer * blocks.num_blocks + block);
+  squares[0] = sent;
+  squares[1] = left;
+
+  if (state.payload) {
+    const int32_t exponent = exponent_of(absmax_bits(error, size)) -
+                             static_cast<int32_t>(state.error_top_exponent);
+    const float unit = from_bits(power_of_two_bits(std::max(exponent, -126)));
+    const float inverse = 1 / unit;  // a power of two, too: multiplying rounds like dividing
+    for (int i = 0; i < size; ++i) error[i] *= inverse;
+    store(error, state.payload, state.error_dtype, row * size, size);
+    state.error_scale[row] = unit;
+  }
+}
+
+// The sum over `peers` in the order of their ranks, times `factor`.
+template <int kBits>
+void decode_block(const Blocks& blocks, const uint8_t* wire, int64_t peers, int64_t block,
+                  float factor, float* total) {
+  const int size = static_cast<int>(blocks.block_size);
+  std::fill(total, total + size, 0.0f);
+  for (int64_t peer = 0; peer < peers; ++peer) {
+    const uint8_t* shard = wire + peer * blocks.bytes_per_shard;
+    float scale;
+    std::memcpy(&scale, shard + blocks.scales_offset + block * sizeof scale, sizeof scale);
+    add_levels<kBits>(shard + block * blocks.bytes_per_block(), size, scale, total);
+  }
+  for (int i = 0; i < size; ++i) total[i] *= factor;
+}
+
+// Calls `function(first, last)` for ranges of `count` blocks, in threads if there are enough.
+template <class Function>
+void in_parallel(const Blocks& blocks, int64_t count, Function function) {
+  const int64_t useful = count * blocks.block_size / kElementsPerThread;
+  const int64_t threads = std::max<int64_t>(1, std::min(blocks.threads, useful));
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < threads; ++i) {
+    others.emplace_back(function, count * i / threads, count * (i + 1) / threads);
+  }
+  function(int64_t{0}, count / threads);
+  for (std::thread& other : others) other.join();
+}
+
+// Encodes all blocks of all peers; `fill(peer, block, h)` writes the elements of one.
+template <class Fill>
+void encode_blocks(const Blocks& blocks, const State& state, int64_t peers, uint8_t* wire,
+                   Fill fill) {
+  with_bits(blocks.bits, [&](auto bits) {
+    in_parallel(blocks, peers * blocks.num_blocks, [&](int64_t first, int64_t last) {
+      float h[kMaxBlock];
+      int64_t nonfinite = 0;
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t peer = i / blocks.num_blocks, block = i % blocks.num_blocks;
+        fill(peer, block, h);
+        encode_block<bits()>(blocks, state, peer, block, h, wire, &nonfinite);
+      }
+      if (nonfinite) __atomic_fetch_add(state.nonfinite, nonfinite, __ATOMIC_RELAXED);
+    });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// gradient: [peers, shard_numel]; wire: [peers, bytes_per_shard]
+void loco_encode(const Blocks* blocks, const State* state, const void* gradient, int64_t dtype,
+                 int64_t shard_numel, int64_t peers, uint8_t* wire) {
+  encode_blocks(*blocks, *state, peers, wire, [&](int64_t peer, int64_t block, float* h) {
+    load(gradient, dtype, peer * shard_numel + blocks->starts[block], blocks->lengths[block], h);
+  });
+}
+
+// wire: [peers, bytes_per_shard]; output: [shard_numel]
+void loco_decode(const Blocks* blocks, const uint8_t* wire, int64_t peers, float factor,
+                 void* output, int64_t dtype) {
+  with_bits(blocks->bits, [&](auto bits) {
+    in_parallel(*blocks, blocks->num_blocks, [&](int64_t first, int64_t last) {
+      float total[kMaxBlock];
+      for (int64_t block = first; block < last; ++block) {
+        decode_block<bits()>(*blocks, wire, peers, block, factor, total);
+        store(total, output, dtype, blocks->starts[block], blocks->lengths[block]);
+      }
+    });
+  });
+}
+
+// received: [peers, bytes_per_shard]; wire: [1, bytes_per_shard]
+void loco_decode_encode(const Blocks* blocks, const State* state, const uint8_t* received,
+                        int64_t peers, float factor, uint8_t* wire) {
+  with_bits(blocks->bits, [&](auto bits) {
+    encode_blocks(*blocks, *state, 1, wire, [&](int64_t, int64_t block, float* h) {
+      decode_block<bits()>(*blocks, received, peers, block, factor, h);
+    });
+  });
+}
+
+}  // extern "C"
