@@ -146,6 +146,14 @@ def gradients(case: Case, seed: int, exponent: int = 0, special: float = 0.0) ->
     return x.to(case.gradient_dtype)
 
 
+def compensated(case: Case, gradient: Tensor, error: ErrorState | None) -> Tensor:
+    """Gradient and error, `[peers, shard_numel]` float32."""
+    h = eager.to_blocks(gradient.float(), case.layout)
+    if error is not None:
+        h = h + eager.load_error(error)[:, case.table().rows]
+    return eager.from_blocks(h, case.layout)
+
+
 @dataclass
 class Outcome:
     """Everything that encoding writes."""

@@ -24,6 +24,7 @@ from kernel_cases import (
     Outcome,
     assert_same,
     cases,
+    compensated,
     gradients,
     variants,
 )
@@ -34,13 +35,6 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-
-
-def compensated(case: Case, gradient: Tensor, error: ErrorState | None) -> Tensor:
-    h = eager.to_blocks(gradient.float(), case.layout)
-    if error is not None:
-        h = h + eager.load_error(error)[:, case.table().rows]
-    return eager.from_blocks(h, case.layout)
 
 
 def check_encode(case: Case, *steps: Tensor) -> Outcome:

@@ -16,6 +16,7 @@ from kernel_cases import (
     assert_same,
     bytes_of,
     cases,
+    compensated,
     fma_rounds_once,
     gradients,
     ignore_numpy,
@@ -24,7 +25,6 @@ from kernel_cases import (
     variants,
 )
 from loco_fsdp.codec import eager
-from loco_fsdp.codec.eager import ErrorState
 from loco_fsdp.codec.layout import BlockLayout
 from loco_kernels.compensate_quantize_pack import compensate_quantize_pack
 from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
@@ -47,14 +47,6 @@ def encode(case: Case, gradient: Tensor, before: Outcome) -> Outcome:
         **outcome.keywords(),
     )
     return outcome.copy(torch.device("cpu"))
-
-
-def compensated(case: Case, gradient: Tensor, error: ErrorState | None) -> Tensor:
-    """Gradient and error, `[peers, shard_numel]` float32."""
-    h = eager.to_blocks(gradient.float(), case.layout)
-    if error is not None:
-        h = h + eager.load_error(error)[:, case.table().rows]
-    return eager.from_blocks(h, case.layout)
 
 
 def check_against_eager(case: Case, steps: list[Tensor]) -> Outcome:

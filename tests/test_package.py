@@ -1,8 +1,11 @@
 """What is installed: a wheel with both import packages, and nothing that shadows others."""
 
+import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,37 @@ def test_an_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -
     assert Path(library) == tmp_path / "loco_fsdp" / "__init__.py"
     assert Path(kernels) == tmp_path / "loco_kernels" / "__init__.py"
     assert names == ["LoCo", "LoCoConfig", "LoCoFSDP", "QuantizedTensor", "attach", "quantize"]
+
+
+def test_it_needs_only_what_it_declares(tmp_path: Path) -> None:
+    """A step of training where every distribution that is no dependency cannot be imported."""
+    needed, left = set(), ["loco-fsdp"]
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        if name in needed:
+            continue
+        needed.add(name)
+        with suppress(metadata.PackageNotFoundError):
+            for requirement in metadata.requires(name) or []:
+                if "extra ==" not in requirement:
+                    left.append(re.split(r"[\s\[<>=!~;(]", requirement)[0])
+    others = [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not any(re.sub(r"[-_.]+", "-", name).lower() in needed for name in names)
+    ]
+    assert "pytest" in others and "torch" not in others
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({others!r}))  # what import finds if they are not installed
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from loco_fsdp import LoCoConfig, LoCoFSDP
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0,
+                        world_size=1)
+model = LoCoFSDP(torch.nn.Linear(8, 8), LoCoConfig(), mesh=init_device_mesh("cpu", (1,)))
+model(torch.ones(1, 8)).sum().backward()
+dist.all_gather_object([None], "what attach compares, where there are more ranks")
+dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
