@@ -23,6 +23,7 @@ from kernel_cases import (
     Case,
     Outcome,
     assert_same,
+    assert_same_sent,
     cases,
     compensated,
     gradients,
@@ -37,6 +38,20 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+def assert_same_codec(case: Case, h: Tensor, expected: Outcome, actual: Outcome) -> None:
+    """2 and 1 bits sum the scale in float64, and what is left moves with it, by as much as is sent
+    times the precision of float32."""
+    if case.bits >= 4:
+        return assert_same(case, h, expected, actual)
+    assert_same_sent(case, h, expected, actual)
+    ours, theirs = actual.stats.squares, expected.stats.squares
+    torch.testing.assert_close(ours[..., 0], theirs[..., 0], rtol=1e-5, atol=1e-37, equal_nan=True)
+    sent, left = theirs.sqrt().unbind(-1)
+    allowed = 1e-5 * left + 2**-20 * sent + 1e-18
+    difference = (ours[..., 1].sqrt() - left).abs()
+    assert ((difference <= allowed) | (ours[..., 1] == theirs[..., 1])).all()
+
+
 def check_encode(case: Case, *steps: Tensor) -> Outcome:
     """Encode the last gradient, with the error that the reference has made of those before."""
     table, expected = case.table(), Outcome.blank(case)
@@ -45,7 +60,7 @@ def check_encode(case: Case, *steps: Tensor) -> Outcome:
         h = compensated(case, gradient, expected.error)
         eager.encode(gradient, expected.wire, table, expected.stats, expected.error, case.beta)
     compiled.encode(steps[-1], actual.wire, table, actual.stats, actual.error, case.beta)
-    assert_same(case, h, expected, actual)
+    assert_same_codec(case, h, expected, actual)
     return expected
 
 
@@ -67,7 +82,7 @@ def check_decode_encode(case: Case, wires: list[Tensor], factor: float) -> None:
         eager.decode_encode(wire, expected.wire, *after, factor)
     after = (table, actual.stats, actual.error, case.beta)
     compiled.decode_encode(wires[-1], actual.wire, *after, factor)
-    assert_same(case, h, expected, actual)
+    assert_same_codec(case, h, expected, actual)
 
 
 def check_all(case: Case, first: Tensor, second: Tensor, factor: float) -> None:

@@ -374,7 +374,8 @@ void in_parallel(const Blocks& blocks, int64_t count, Function function) {
   for (std::thread& other : others) other.join();
 }
 
-// Encodes all blocks of all peers; `fill(peer, block, h)` writes the elements of one.
+// Encodes all blocks of all peers; `fill(bits, peer, block, h)` writes the elements
+// of one.
 template <class Fill>
 void encode_blocks(const Blocks& blocks, const State& state, int64_t peers, uint8_t* wire,
                    Fill fill) {
@@ -384,7 +385,7 @@ void encode_blocks(const Blocks& blocks, const State& state, int64_t peers, uint
       int64_t nonfinite = 0;
       for (int64_t i = first; i < last; ++i) {
         const int64_t peer = i / blocks.num_blocks, block = i % blocks.num_blocks;
-        fill(peer, block, h);
+        fill(bits, peer, block, h);
         encode_block<bits()>(blocks, state, peer, block, h, wire, &nonfinite);
       }
       if (nonfinite) __atomic_fetch_add(state.nonfinite, nonfinite, __ATOMIC_RELAXED);
@@ -399,7 +400,7 @@ extern "C" {
 // gradient: [peers, shard_numel]; wire: [peers, bytes_per_shard]
 void loco_encode(const Blocks* blocks, const State* state, const void* gradient, int64_t dtype,
                  int64_t shard_numel, int64_t peers, uint8_t* wire) {
-  encode_blocks(*blocks, *state, peers, wire, [&](int64_t peer, int64_t block, float* h) {
+  encode_blocks(*blocks, *state, peers, wire, [&](auto, int64_t peer, int64_t block, float* h) {
     load(gradient, dtype, peer * shard_numel + blocks->starts[block], blocks->lengths[block], h);
   });
 }
@@ -421,10 +422,8 @@ void loco_decode(const Blocks* blocks, const uint8_t* wire, int64_t peers, float
 // received: [peers, bytes_per_shard]; wire: [1, bytes_per_shard]
 void loco_decode_encode(const Blocks* blocks, const State* state, const uint8_t* received,
                         int64_t peers, float factor, uint8_t* wire) {
-  with_bits(blocks->bits, [&](auto bits) {
-    encode_blocks(*blocks, *state, 1, wire, [&](int64_t, int64_t block, float* h) {
-      decode_block<bits()>(*blocks, received, peers, block, factor, h);
-    });
+  encode_blocks(*blocks, *state, 1, wire, [&](auto bits, int64_t, int64_t block, float* h) {
+    decode_block<bits()>(*blocks, received, peers, block, factor, h);
   });
 }
 
