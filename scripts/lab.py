@@ -12,6 +12,10 @@ node sent, as counted by its network interface. Needs root and iproute2.
 `fsdp-*` and `hsdp-*` are stock FSDP2. gloo reduce-scatters by an all-reduce, which sends twice what
 NCCL does; `ring-*` reduces in a ring as NCCL does. `fsdp-alltoall` exchanges 16 bits and sums in
 float32.
+
+`--lean` takes out of a step what CPUs and gloo add to it, for every way alike: parameters stay
+gathered between forward and backward, nodes of `hsdp-*` reduce inside in a ring, and memory that is
+freed is kept.
 """
 
 from __future__ import annotations
@@ -48,6 +52,14 @@ _RANK_SCRIPT = Path(__file__).with_name("lab_rank.py")
 _POLL_S = 0.05
 _END_S = 30.0  # for a killed rank to be gone
 
+# glibc keeps what is freed, in huge pages, as the allocators of GPUs keep it. Else it gives the
+# memory of each gradient back, and a fifth of a step goes into making the same pages anew.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
 
 class Ranks:
     """The processes of all ranks, there while it is entered."""
@@ -66,7 +78,7 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "LOCAL_WORLD_SIZE": str(self._spec.ranks_per_node),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank keeps processes for it
+            **(_KEEP_MEMORY if self._spec.lean else {}),
         }
         try:
             for rank in range(self._spec.num_nodes * self._spec.ranks_per_node):
@@ -151,6 +163,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             batch_size=options.batch_size,
             param_dtype=options.param_dtype,
             reduce_dtype=options.reduce_dtype,
+            lean=options.lean,
             loco={
                 "bits": options.bits,
                 "block_size": options.block_size,
@@ -196,6 +209,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=4)
     add("--param-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--reduce-dtype", default="bfloat16", choices=("bfloat16", "float32"), help="with LoCo")
+    add("--lean", action="store_true", help="leave little but the links to wait for; see above")
     add("--bits", type=int, default=4)
     add("--block-size", type=int, default=256)
     add("--backend", default="auto", help="of the codec (default %(default)s)")
@@ -213,6 +227,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{options.nodes} nodes, {num_ranks} ranks: 2 nodes or more, up to 4 ranks")
     if options.plot and not options.sweep:
         parser.error("--plot draws a sweep: add --sweep")
+    if options.lean and options.plan:
+        parser.error("--plan predicts whole steps: leave --lean or --plan away")
     if options.ways is None:  # with one rank a node, hierarchical is flat
         skipped = {"loco-hierarchical"} if options.ranks_per_node == 1 else set()
         options.ways = [way for way in WAYS if way not in skipped]

@@ -52,6 +52,7 @@ class RankSpec:
     batch_size: int
     param_dtype: str
     reduce_dtype: str
+    lean: bool
     loco: dict[str, Any]
     warmup: int
     steps: int
@@ -205,7 +206,8 @@ class Trainee:
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=getattr(torch, spec.param_dtype),
                 reduce_dtype=reduce_dtype,
-            )
+            ),
+            "reshard_after_forward": not spec.lean,
         }
         if scheme == "hsdp":
             arguments["mesh"] = _mesh(spec.num_nodes, spec.ranks_per_node)
@@ -214,14 +216,15 @@ class Trainee:
         config = LoCoConfig.from_dict({**spec.loco, "node_size": spec.ranks_per_node})
         if self.way == "hsdp-loco":
             LoCoFSDP(self._model, config, wrap=Layer, **arguments)
-            return
-        for layer in self._model:
-            fully_shard(layer, **arguments)
-        fully_shard(self._model, **arguments)
+        else:
+            for layer in self._model:
+                fully_shard(layer, **arguments)
+            fully_shard(self._model, **arguments)
+        ring = scheme == "ring" or (scheme == "hsdp" and spec.lean)
         if scheme == "loco":
             attach(self._model, LoCoConfig.from_dict({**config.to_dict(), "topology": reduction}))
-        elif scheme == "ring" or reduction == "alltoall":
-            comm = RingReduceScatter() if scheme == "ring" else AllToAllReduceScatter()
+        elif ring or reduction == "alltoall":
+            comm = RingReduceScatter() if ring else AllToAllReduceScatter()
             for layer in self._model:
                 layer.set_custom_reduce_scatter(comm)
                 layer.set_force_sum_reduction_for_comms(True)

@@ -132,6 +132,23 @@ def test_bytes_at_the_interface_are_those_of_the_wire_layout(
 
 
 @needs_namespaces
+def test_lean_step_gathers_once_and_reduces_in_a_ring_inside_of_a_node(tmp_path: Path) -> None:
+    options = [
+        *("--lean", "--ranks-per-node", "2", "--ways", "hsdp-bf16", "hsdp-loco"),
+        *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s"),
+        *("--warmup", "1", "--steps", "3", "--time-limit", "100"),
+    ]
+    command = [sys.executable, str(SCRIPTS / "lab.py"), *options, "--json", str(tmp_path / "json")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (run,) = json.loads((tmp_path / "json").read_text())["runs"]
+    numel = NUM_LAYERS * DIM * DIM
+    of_two_ranks = 2 * (2 * numel / 2)  # 2 bytes; each sends half of the elements to the other
+    for way in ("hsdp-bf16", "hsdp-loco"):  # parameters once, gradients once
+        assert run["ways"][way]["local_bytes"] == pytest.approx(2 * of_two_ranks, rel=0.15)
+    assert run["ways"]["hsdp-bf16"]["node_bytes"] == pytest.approx(2 * numel, rel=0.15)
+
+
+@needs_namespaces
 def test_dead_rank_ends_the_lab_with_its_name(lab: subprocess.Popen[str]) -> None:
     os.kill(ranks_of(lab.pid)[1], signal.SIGKILL)
     _, errors = lab.communicate(timeout=60)
@@ -218,6 +235,7 @@ def test_without_iproute2_the_lab_names_the_package(monkeypatch: pytest.MonkeyPa
         (["--rate", "fast"], "bandwidth 'fast'"),
         (["--plot", "lab.png"], "add --sweep"),
         (["--steps", "0"], "--steps 0"),
+        (["--lean", "--plan"], "leave --lean or --plan away"),
         (["--ways", "loco-hierarchical"], "with one rank a node it is flat"),
     ],
 )
