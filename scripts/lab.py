@@ -53,7 +53,7 @@ _POLL_S = 0.05
 _END_S = 30.0  # for a killed rank to be gone
 
 # glibc keeps what is freed, in huge pages, as the allocators of GPUs keep it. Else it gives the
-# memory of each gradient back, and a fifth of a step goes into making the same pages anew.
+# memory of gradients back, and each step takes the time to make the same pages anew.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
