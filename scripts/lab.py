@@ -13,9 +13,9 @@ node sent, as counted by its network interface. Needs root and iproute2.
 NCCL does; `ring-*` reduces in a ring as NCCL does. `fsdp-alltoall` exchanges 16 bits and sums in
 float32.
 
-`--lean` takes out of a step what CPUs and gloo add to it, for every way alike: parameters stay
-gathered between forward and backward, nodes of `hsdp-*` reduce inside in a ring, and memory that is
-freed is kept.
+`--lean` takes out of a step much of what CPUs and gloo add to it, for stock and LoCo alike:
+parameters stay gathered between forward and backward, nodes of `hsdp-*` reduce inside in a ring,
+and memory that is freed is kept.
 """
 
 from __future__ import annotations
