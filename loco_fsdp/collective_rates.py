@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from torch import Tensor
 from loco_fsdp.cost_model import Cluster, Job, Transfer, measurable_calls, rate_key
 from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import all_gather, reduce_scatters
+from loco_fsdp.timing import seconds_from_barrier
 
 # Of (the whole tensor `[ranks, n]`, one that is as large, and the group).
 Collective = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
@@ -26,7 +25,6 @@ COLLECTIVES: dict[str, Collective] = {
     "all-reduce": lambda whole, other, group: dist.all_reduce(whole, group=group),
     "exchange": lambda whole, other, group: exchange(other, whole, group),
 }
-_WARMUP = 2
 _SPREAD = 4  # between the two sizes of a collective that a step calls with one size only
 
 
@@ -82,22 +80,6 @@ def line_through(small: tuple[int, float], large: tuple[int, float]) -> tuple[fl
     return large_s - large_bytes / bytes_per_s, bytes_per_s
 
 
-def median_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `function` on the slowest rank, after a warm-up. A collective."""
-    seconds = []
-    for _ in range(_WARMUP + repeats):
-        dist.barrier()
-        _synchronize(device)
-        start = time.perf_counter()
-        function()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[_WARMUP:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    slowest_s: list[float] = slowest.tolist()
-    return median(slowest_s)
-
-
 def _make_groups(cluster: Cluster) -> dict[str, dist.ProcessGroup]:
     """This rank's group of each scope."""
     nodes, local = cluster.num_nodes, cluster.ranks_per_node
@@ -127,12 +109,7 @@ def _seconds(
     """Bytes of a tensor of about `num_bytes`, of equal parts, and seconds of its collective."""
     dtype: torch.dtype = getattr(torch, transfer.dtype)
     part_numel = -(-num_bytes // (dtype.itemsize * group.size()))
-    whole, other = torch.zeros(2, group.size(), part_numel, dtype=dtype, device=device)
+    whole, other = torch.ones(2, group.size(), part_numel, dtype=dtype, device=device)
     collective = collectives[transfer.collective]
-    seconds = median_seconds(lambda: collective(whole, other, group), device, repeats)
+    seconds = seconds_from_barrier(lambda: collective(whole, other, group), device, repeats)
     return whole.nbytes, seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -17,9 +17,9 @@ again in the backward: FSDP sends 2 p P (N-1)/N between nodes and as much by a r
 between nodes and 2 p P (L-1)/L by a rank.
 
 Seconds of a collective are those that were measured of it (`Cluster.rates`), or else its bytes over
-the slower of the links it uses; collectives one after the other add up. Low bits add the codec. The
-longer of communication and `overlap` of the computation makes the step, with the rest of the
-computation.
+the slower of the links it uses. Ranks do not come to it together, and wait for one another
+(`Cluster.wait_s`). Collectives one after the other add up. Low bits add the codec. The longer of
+communication and `overlap` of the computation makes the step, with the rest of the computation.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATE_BYTES = 16  # of a parameter: itself, its gradient and two moments of Adam, in float32
 _ENCODING = 0.75  # of the time in which a gradient is encoded and decoded
 _NUM_GATHERS = 2  # of parameters in a step, with reshard_after_forward
+COLLECTIVES_OF_UNIT = _NUM_GATHERS + 1  # in a step: a reduction, too
 
 WAYS = (
     *("fsdp-fp32", "fsdp-bf16", "fsdp-alltoall", "loco-flat", "loco-hierarchical"),
@@ -92,6 +93,10 @@ class Cluster:
     latency_s: float = 0.0
     """Seconds of a message between nodes beside its bytes."""
 
+    wait_s: float = 0.0
+    """Seconds that a rank waits for the others in each collective: all come to it from work of
+    their own."""
+
     stock_factor: float = 1.0
     """Bytes of the stock reduce-scatter over those of a ring: 1 with NCCL, 2 with gloo, which
     all-reduces instead."""
@@ -105,7 +110,7 @@ class Cluster:
             _check_count(name, getattr(self, name))
         for name in ("inter_bandwidth", "intra_bandwidth", "codec_rate", "stock_factor"):
             _check_number(name, getattr(self, name), positive=True)
-        for name in ("latency_s", "codec_latency_s"):
+        for name in ("latency_s", "codec_latency_s", "wait_s"):
             _check_number(name, getattr(self, name), positive=False)
 
 
@@ -328,14 +333,15 @@ def _seconds(transfer: Transfer, cluster: Cluster, job: Job) -> float:
     if size == 1:
         return 0.0
     calls = job.num_units * transfer.calls
+    wait_s = calls * cluster.wait_s
     key = rate_key(transfer.collective, scope, transfer.dtype)
     if key in cluster.rates:
         latency_s, bytes_per_s = cluster.rates[key]
-        return max(0.0, calls * latency_s + transfer.num_bytes / bytes_per_s)
+        return wait_s + max(0.0, calls * latency_s + transfer.num_bytes / bytes_per_s)
     traffic = _traffic(transfer, cluster)
     between = 8 * traffic.inter_node_bytes / cluster.inter_bandwidth
     inside = 8 * traffic.bytes_inside / cluster.intra_bandwidth
-    return max(between, inside) + traffic.messages * job.num_units * cluster.latency_s
+    return wait_s + max(between, inside) + traffic.messages * job.num_units * cluster.latency_s
 
 
 def _error_bytes(way: str, cluster: Cluster, config: LoCoConfig) -> float:

@@ -4,8 +4,9 @@
         -m loco_fsdp.probe --parameters 8e9 --compute 2s
 
 All ranks send at once, as in training: to ranks of other nodes only, then inside of their nodes;
-then all of them encode and decode a gradient, and call the collectives of a step, each with tensors
-as large as those of an FSDP unit: give its `--units`. NCCL on GPUs, gloo on CPUs.
+then all of them encode and decode gradients, compute and wait for one another, and call the
+collectives of a step, each with tensors as large as those of an FSDP unit: give its `--units`.
+NCCL on GPUs, gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import torch
 import torch.distributed as dist
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
-from loco_fsdp.collective_rates import line_through, measure_rates, median_seconds
-from loco_fsdp.cost_model import Cluster, Job
+from loco_fsdp.collective_rates import line_through, measure_rates
+from loco_fsdp.cost_model import COLLECTIVES_OF_UNIT, Cluster, Job
 from loco_fsdp.exchange import exchange
 from loco_fsdp.plan import add_job_options, job_from_options, report
+from loco_fsdp.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
 from loco_fsdp.topology import ranks_per_node
+
+_CODEC_UNITS = 8  # at most: more would not be further from the cache
 
 
 def measure_cluster(
@@ -73,6 +77,9 @@ def measure_cluster(
         intra_bandwidth=intra_bandwidth,
         codec_rate=codec_rate,
         codec_latency_s=max(codec_latency_s, 0.0),
+        wait_s=waiting_seconds(
+            job.compute_s / (job.num_units * COLLECTIVES_OF_UNIT), device, repeats
+        ),
         stock_factor=2.0 if dist.get_backend() == "gloo" else 1.0,
     )
     rates = measure_rates(cluster, job, device, max_bytes=max_bytes, repeats=repeats)
@@ -95,41 +102,46 @@ def _exchange_seconds(
     receive = torch.empty_like(send)
     world = dist.group.WORLD
     assert world is not None
-    return median_seconds(lambda: exchange(receive, send, world, sizes, sizes), device, repeats)
+    return seconds_from_barrier(
+        lambda: exchange(receive, send, world, sizes, sizes), device, repeats
+    )
 
 
 def _codec_seconds(job: Job, device: torch.device, numel: int, peers: int, repeats: int) -> float:
-    """Seconds in which a rank encodes `numel` elements for `peers` and decodes as many."""
+    """Seconds in which a rank encodes `numel` elements for `peers` and decodes as many.
+
+    It goes through several units, as a step does, or a cache would hold the one.
+    """
     config, dtype = job.loco, getattr(torch, job.reduce_dtype)
     backend = choose_backend(config.backend, device)
     shard = -(-numel // peers)
     layout = BlockLayout((shard,), config.bits, config.block_size)
     table = layout.place(device)
-    gradient = torch.randn(peers, shard, device=device).to(dtype)
+    blocks = (peers, layout.num_blocks)
     output = torch.empty(shard, dtype=dtype, device=device)
     wire = torch.zeros(peers, layout.bytes_per_shard, dtype=torch.uint8, device=device)
     stats = EncodeStats(
-        torch.zeros(peers, layout.num_blocks, 2, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.zeros(*blocks, 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     )
-    error = None
+    num_units = min(job.num_units, _CODEC_UNITS)
+    gradients = torch.randn(num_units, peers, shard, device=device).to(dtype)
+    errors: list[ErrorState | None] = [None] * num_units
     if config.error_feedback:
-        error = ErrorState(
-            torch.zeros(
-                peers,
-                layout.num_blocks,
-                config.block_size,
-                dtype=getattr(torch, config.error_dtype),
-                device=device,
-            ),
-            torch.zeros(peers, layout.num_blocks, device=device),
-        )
+        error_dtype = getattr(torch, config.error_dtype)
+        errors = [
+            ErrorState(
+                torch.zeros(*blocks, config.block_size, dtype=error_dtype, device=device),
+                torch.zeros(blocks, device=device),
+            )
+            for _ in range(num_units)
+        ]
 
     def encode_and_decode() -> None:
-        encode(gradient, wire, table, stats, error, config.beta, backend=backend)
-        decode(wire, output, table, backend=backend)
+        for gradient, error in zip(gradients, errors, strict=True):
+            encode(gradient, wire, table, stats, error, config.beta, backend=backend)
+            decode(wire, output, table, backend=backend)
 
-    return median_seconds(encode_and_decode, device, repeats)
+    return seconds_in_loop(encode_and_decode, device, repeats) / num_units
 
 
 def describe(cluster: Cluster) -> str:
@@ -140,6 +152,7 @@ def describe(cluster: Cluster) -> str:
     if cluster.ranks_per_node > 1:
         lines.append(f"inside a node: {cluster.intra_bandwidth / 1e9:.4g} Gb/s a rank")
     lines.append(f"codec: {cluster.codec_rate / 1e9:.4g} GB/s of float32 gradient a rank")
+    lines.append(f"ranks wait {1e3 * cluster.wait_s:.3g} ms for one another")
     lines += [
         f"{name}: {rate / 1e9:.3g} GB/s, and {1e3 * latency_s:.3g} ms a call"
         for name, (latency_s, rate) in sorted(cluster.rates.items())

@@ -38,8 +38,8 @@ from typing import Any
 import torch
 
 from lab_network import INTERFACE, LabError, LabNetwork, check_machine
-from lab_rank import RankSpec
-from lab_report import add_plan, plot, summarize, table
+from lab_rank import COMPUTE, RankSpec
+from lab_report import add_plan, join, plot, summarize, table
 from loco_fsdp.quantities import parse_rate, parse_seconds
 
 WAYS = (
@@ -49,6 +49,7 @@ WAYS = (
 SWEEP = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
 _MAX_RANKS = 4
 _RANK_SCRIPT = Path(__file__).with_name("lab_rank.py")
+_ROUNDS = 2  # of steps and a probe by turns: the machine is not always as fast
 _POLL_S = 0.05
 _END_S = 30.0  # for a killed rank to be gone
 
@@ -157,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         spec = RankSpec(
             num_nodes=options.nodes,
             ranks_per_node=options.ranks_per_node,
-            ways=list(options.ways),
+            ways=options.ways + [COMPUTE] * options.plan,
             num_layers=options.layers,
             dim=options.dim,
             batch_size=options.batch_size,
@@ -178,14 +179,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with Ranks(network, spec, Path(directory), deadline) as ranks:
             for rate in rates:
                 network.limit(parse_rate(rate), delay_s)
-                rows = summarize(ranks.ask("measure"), spec)
-                measured: dict[str, Any] = {
-                    "rate": rate,
-                    "bits_per_s": parse_rate(rate),
-                    "ways": rows,
-                }
+                rounds, probed = [], []
+                for _ in range(_ROUNDS if options.plan else 1):
+                    rounds.append(ranks.ask("measure"))
+                    if options.plan:
+                        compute_s = summarize(rounds[-1], spec)[COMPUTE]["step_s"]
+                        probed.append(ranks.ask(f"probe {compute_s}")[0])
+                rows = summarize(join(rounds), spec)
+                rows.pop(COMPUTE, None)
+                measured = {"rate": rate, "bits_per_s": parse_rate(rate), "ways": rows}
                 if options.plan:
-                    add_plan(measured, ranks.ask("probe")[0], spec)
+                    add_plan(measured, probed, spec)
                 print(f"\n{rate}\n{table(measured)}", flush=True)
                 runs.append(measured)
     return {"options": spec_of_run, "torch": torch.__version__, "runs": runs}
@@ -214,7 +218,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--block-size", type=int, default=256)
     add("--backend", default="auto", help="of the codec (default %(default)s)")
     add("--warmup", type=int, default=2, help="steps before those that count (default 2)")
-    add("--steps", type=int, default=7, help="that count (default 7)")
+    add("--steps", type=int, default=7, help="that count (default 7); with --plan, twice so many")
     add("--time-limit", type=float, default=900.0, help="seconds of all (default 900)")
     add("--json", type=Path, help="file for all results, step by step")
     add("--plot", type=Path, help="file for a plot of a sweep; needs matplotlib")

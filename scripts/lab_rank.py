@@ -1,7 +1,7 @@
 """One rank of the bandwidth lab: trains the lab's model in every way of reducing, in turns.
 
-`lab.py` starts it on a node. It reads lines from stdin, `measure` or `probe`, answers each with one
-line of JSON on stdout, and ends when stdin closes.
+`lab.py` starts it on a node. It reads lines from stdin, `measure` or `probe SECONDS` (of a step
+without communication), answers each with one line of JSON on stdout, and ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from loco_fsdp.cost_model import Job
 from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.probe import measure_cluster
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
 
 _INTERFACES = Path("/sys/class/net")
 
@@ -98,17 +96,6 @@ class Stopwatch:
                     self.seconds += time.perf_counter() - start
 
         return call
-
-
-class TimedReduceScatter:
-    """A `ReduceScatter` of FSDP2 whose calls are timed."""
-
-    def __init__(self, reduce_scatter: Any, stopwatch: Stopwatch) -> None:
-        self.allocate = reduce_scatter.allocate
-        self._call = stopwatch.timed(reduce_scatter)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
 
 
 class AllToAllReduceScatter:
@@ -185,7 +172,7 @@ class Layer(nn.Linear):
 class Trainee:
     """A model, and the way in which its gradients are reduced."""
 
-    def __init__(self, way: str, spec: RankSpec, stopwatch: Stopwatch) -> None:
+    def __init__(self, way: str, spec: RankSpec) -> None:
         self.way = way
         torch.manual_seed(0)
         self._model = nn.Sequential(
@@ -194,9 +181,6 @@ class Trainee:
         self._shard(spec)
         self._batch = torch.randn(spec.batch_size, spec.dim)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
-        for unit in fsdp_units(self._model):
-            if "loco" not in way:  # LoCo gives way to a reduce-scatter that is set after it
-                unit.reduce_scatter = TimedReduceScatter(unit.reduce_scatter, stopwatch)
 
     def _shard(self, spec: RankSpec) -> None:
         scheme, _, reduction = self.way.partition("-")
@@ -228,6 +212,10 @@ class Trainee:
             for layer in self._model:
                 layer.set_custom_reduce_scatter(comm)
                 layer.set_force_sum_reduction_for_comms(True)
+
+    def reducers(self) -> list[Any]:
+        """Classes of what reduces the gradients of its units inside of a shard group."""
+        return [type(unit.reduce_scatter) for unit in fsdp_units(self._model)]
 
     def step(self) -> None:
         """One training step."""
@@ -266,10 +254,9 @@ def measure(trainees: list[Trainee], stopwatch: Stopwatch, spec: RankSpec) -> di
     return results
 
 
-def probe(stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
-    """What the planner wants to know: the cluster, and the seconds of a step without sending."""
-    alone = measure([Trainee(COMPUTE, spec, stopwatch)], stopwatch, spec)
-    job, cpu = spec.job(median(alone[COMPUTE]["step_s"])), torch.device("cpu")
+def probe(compute_s: float, spec: RankSpec) -> dict[str, Any]:
+    """What the planner wants to know, of a step that computes for `compute_s`."""
+    job, cpu = spec.job(compute_s), torch.device("cpu")
     cluster = measure_cluster(job, cpu)
     comm = RingReduceScatter()
     ring = measure_rates(
@@ -282,7 +269,7 @@ def probe(stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
             "reduce-scatter": lambda whole, other, group: comm(other[0], whole, group, None)
         },
     )
-    return {"cluster": asdict(cluster), "ring_rates": ring, "compute_s": job.compute_s}
+    return {"cluster": asdict(cluster), "ring_rates": ring, "compute_s": compute_s}
 
 
 def sent_bytes(interface: str) -> int:
@@ -317,15 +304,16 @@ def main() -> None:
         world_size=world_size,
         timeout=timedelta(seconds=spec.timeout_s),
     )
+    trainees = [Trainee(way, spec) for way in spec.ways]
     stopwatch = Stopwatch()
     # Stock FSDP2 reduces over replicas by dist.all_reduce, and no other step here calls it.
     dist.all_reduce = stopwatch.timed(dist.all_reduce)
-    for reducer in (LoCoReduceScatter, LoCoAllReduce):
-        reducer.__call__ = stopwatch.timed(reducer.__call__)  # type: ignore[method-assign]
-    trainees = [Trainee(way, spec, stopwatch) for way in spec.ways]
+    for reducer in {LoCoAllReduce, *(kind for trainee in trainees for kind in trainee.reducers())}:
+        reducer.__call__ = stopwatch.timed(reducer.__call__)
     while True:
-        if lines.get() == "probe":
-            answer = probe(stopwatch, spec)
+        command, *arguments = lines.get().split()
+        if command == "probe":
+            answer = probe(float(arguments[0]), spec)
         else:
             answer = measure(trainees, stopwatch, spec)
         print(json.dumps(answer), file=answers, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,34 +38,51 @@ def _by_step(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[float
     return list(zip(*(rank[name] for rank in ranks), strict=True))
 
 
-def _mean(values: tuple[float, ...]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def add_plan(measured: dict[str, Any], probed: dict[str, Any], spec: RankSpec) -> None:
+def join(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What all ranks measured, of several rounds one after the other."""
+    return [
+        {
+            way: {name: [value for part in parts for value in part[way][name]] for name in row}
+            for way, row in parts[0].items()
+        }
+        for parts in zip(*rounds, strict=True)
+    ]
+
+
+def add_plan(measured: dict[str, Any], probed: list[dict[str, Any]], spec: RankSpec) -> None:
     """Put what the planner predicts beside what was measured.
 
     Args:
         measured: of one bandwidth; its ways get `plan`, with the ratios predicted / measured.
-        probed: what a rank answered to `probe`.
+        probed: what a rank answered to each `probe`; the mean of the predictions counts.
         spec: what ranks were told.
     """
     measured["probed"] = probed
-    cluster, job = Cluster(**probed["cluster"]), spec.job(probed["compute_s"])
-    ring = dataclasses.replace(
-        cluster, stock_factor=1.0, rates={**cluster.rates, **probed["ring_rates"]}
-    )
     for way, row in measured["ways"].items():
-        planned = predict(_PLANNED_AS.get(way, way), ring if way in _PLANNED_AS else cluster, job)
-        row["plan"] = {
-            "node_bytes": planned.inter_node_bytes,
-            "reduce_s": planned.reduce_s,
-            "step_s": planned.step_s,
-        }
+        plans = [_predict(way, answer, spec) for answer in probed]
+        row["plan"] = {name: _mean([plan[name] for plan in plans]) for name in plans[0]}
         row["plan"] |= {
             f"{name}_ratio": value / row[name] if row[name] else float("nan")
             for name, value in row["plan"].items()
         }
+
+
+def _predict(way: str, probed: dict[str, Any], spec: RankSpec) -> dict[str, float]:
+    cluster, job = Cluster(**probed["cluster"]), spec.job(probed["compute_s"])
+    if way in _PLANNED_AS:
+        way = _PLANNED_AS[way]
+        rates = {**cluster.rates, **probed["ring_rates"]}
+        cluster = dataclasses.replace(cluster, stock_factor=1.0, rates=rates)
+    planned = predict(way, cluster, job)
+    return {
+        "node_bytes": planned.inter_node_bytes,
+        "reduce_s": planned.reduce_s,
+        "step_s": planned.step_s,
+    }
 
 
 def table(measured: dict[str, Any]) -> str:
@@ -89,12 +107,14 @@ def table(measured: dict[str, Any]) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     if planned:
-        cluster, compute_s = measured["probed"]["cluster"], measured["probed"]["compute_s"]
-        lines.append(
-            f"plan is predicted / measured; probed: {cluster['inter_bandwidth'] / 1e6:.0f} Mb/s "
-            f"between nodes, codec {cluster['codec_rate'] / 1e9:.3g} GB/s, a step without "
-            f"communication {compute_s * 1e3:.1f} ms"
-        )
+        lines.append("plan is predicted / measured")
+        for probed in measured["probed"]:
+            cluster = probed["cluster"]
+            lines.append(
+                f"probed: {cluster['inter_bandwidth'] / 1e6:.0f} Mb/s between nodes, codec "
+                f"{cluster['codec_rate'] / 1e9:.3g} GB/s, ranks wait {cluster['wait_s'] * 1e3:.1f} "
+                f"ms, a step without communication {probed['compute_s'] * 1e3:.1f} ms"
+            )
     return "\n".join(lines)
 
 

@@ -129,6 +129,25 @@ def test_latency_counts_messages_of_every_unit() -> None:
         assert added == pytest.approx(messages * 10 * 1e-3)
 
 
+def test_ranks_wait_in_every_call_of_every_unit() -> None:
+    job = dataclasses.replace(JOB, num_units=10, overlap=0.0)
+    waiting = dataclasses.replace(SMALL, wait_s=1e-3)
+    # Two gathers; two hops reduce inside the node for each of 2 nodes, HSDP exchanges twice.
+    calls = {"fsdp-bf16": 1, "loco-flat": 1, "loco-hierarchical": 3, "hsdp-bf16": 2, "hsdp-loco": 3}
+    for way, number in calls.items():
+        before, after = predict(way, SMALL, job), predict(way, waiting, job)
+        assert after.reduce_s - before.reduce_s == pytest.approx(number * 10 * 1e-3)
+        assert after.step_s - before.step_s == pytest.approx((number + 2) * 10 * 1e-3)
+    rates = {"exchange uint8 all": (0.0, 1e9)}
+    before, after = (
+        predict("loco-flat", dataclasses.replace(cluster, rates=rates), job)
+        for cluster in (SMALL, waiting)
+    )
+    assert after.reduce_s - before.reduce_s == pytest.approx(10 * 1e-3)
+    alone = dataclasses.replace(waiting, num_nodes=1, ranks_per_node=1)
+    assert predict("fsdp-bf16", alone, job).step_s == job.compute_s
+
+
 def test_measured_collectives_take_the_place_of_bandwidths() -> None:
     rates = {
         "exchange uint8 all": (1e-3, 1e9),
@@ -337,6 +356,7 @@ def test_times_and_counts() -> None:
         ({"inter_bandwidth": math.inf}, "inter_bandwidth=inf"),
         ({"codec_rate": 0.0}, r"codec_rate=0\.0"),
         ({"latency_s": -1.0}, r"latency_s=-1\.0"),
+        ({"wait_s": -1.0}, r"wait_s=-1\.0"),
     ],
 )
 def test_cluster_refuses(values: dict[str, float], message: str) -> None:
