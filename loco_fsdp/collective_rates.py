@@ -25,7 +25,7 @@ COLLECTIVES: dict[str, Collective] = {
     "all-reduce": lambda whole, other, group: dist.all_reduce(whole, group=group),
     "exchange": lambda whole, other, group: exchange(other, whole, group),
 }
-_SPREAD = 4  # between the two sizes of a collective that a step calls with one size only
+_SPREAD = 4  # between the two sizes from which larger ones are told
 
 
 def measure_rates(
@@ -39,7 +39,8 @@ def measure_rates(
 ) -> Rates:
     """`Cluster.rates` of the collectives that `job` would call. A collective of all ranks.
 
-    Each is timed with the smallest and the largest of its tensors; a line goes through both.
+    Each is timed with the smallest and the largest of its tensors; where they differ, a line goes
+    through both.
 
     Args:
         cluster: how many ranks are on how many nodes, in order.
@@ -55,13 +56,13 @@ def measure_rates(
         if transfer.collective not in collectives:
             continue
         largest = min(call_bytes[-1], max_bytes)
-        smallest = min(call_bytes[0], max(largest // _SPREAD, 1))
+        smallest = min(call_bytes[0], largest if largest == call_bytes[-1] else largest // _SPREAD)
         points = [
             _seconds(transfer, collectives, num_bytes, groups[transfer.scope], device, repeats)
-            for num_bytes in (smallest, largest)
+            for num_bytes in sorted({smallest, largest})
         ]
         key = rate_key(transfer.collective, transfer.scope, transfer.dtype)
-        rates[key] = line_through(points[0], points[1])
+        rates[key] = line_through(points[0], points[-1])
     for group in groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

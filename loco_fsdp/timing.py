@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 _WARMUP = 2
-_ENOUGH_S = 0.1  # what is short is repeated more often, up to so long: it varies most
+_ENOUGH_S = 0.3  # what is short is repeated more often, up to so long: it varies most
 _MOST = 20  # times as often
 _MATRIX_WIDTH = 256
 _LONGEST_COMPUTATION_S = 0.02  # longer than an operating system lets one of several ranks run
