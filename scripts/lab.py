@@ -219,7 +219,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto", help="of the codec (default %(default)s)")
     add("--warmup", type=int, default=2, help="steps before those that count (default 2)")
     add("--steps", type=int, default=7, help="that count (default 7); with --plan, twice so many")
-    add("--time-limit", type=float, default=900.0, help="seconds of all (default 900)")
+    add("--time-limit", type=float, default=1800.0, help="seconds of all (default 1800)")
     add("--json", type=Path, help="file for all results, step by step")
     add("--plot", type=Path, help="file for a plot of a sweep; needs matplotlib")
     options = parser.parse_args(argv)

@@ -135,15 +135,14 @@ def plot(results: dict[str, Any], path: Path) -> str:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     runs = results["runs"]
     rates = [run["bits_per_s"] for run in runs]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    seconds = {}
-    for way in runs[0]["ways"]:
-        seconds[way] = [run["ways"][way]["step_s"] for run in runs]
-        style = "o-" if "loco" in way else "s--"
-        axes.loglog(rates, seconds[way], style, label=way)
+    seconds = {way: [run["ways"][way]["step_s"] for run in runs] for way in runs[0]["ways"]}
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for way, steps in seconds.items():
+        axes.loglog(rates, steps, "o-" if "loco" in way else "s--", label=way)
     lines = []
     for scheme, prefixes in (("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",))):
         ways = [way for way in seconds if way.startswith(prefixes)]
@@ -157,20 +156,22 @@ def plot(results: dict[str, Any], path: Path) -> str:
         rate = crossing(rates, *fastest)
         if rate is not None:
             axes.axvline(rate, color="gray", linewidth=0.8)
-            # One at the top and one at the bottom: they may be at the same rate.
-            height, place = (0.98, "top") if lines else (0.02, "bottom")
+            # One below the other: they may be at the same rate.
             axes.annotate(
-                f"{scheme}: {rate / 1e9:.2g} Gb/s",
-                (rate, height),
+                f" LoCo pays for {scheme} up to {rate / 1e9:.2g} Gb/s",
+                (rate, 0.96 - 0.05 * len(lines)),
                 xycoords=axes.get_xaxis_transform(),
-                rotation=90,
-                va=place,
+                fontsize="small",
             )
         where = "in no place of the sweep" if rate is None else f"from {rate / 1e9:.3g} Gb/s on"
         lines.append(f"{scheme}: the fastest other way overtakes LoCo {where}")
-    axes.set_xlabel("bandwidth of a node's link (bits/s)")
+    axes.set_xlabel("bandwidth of a node's link")
+    axes.set_xticks(rates, [run["rate"] for run in runs])
     axes.set_ylabel("step (s)")
-    axes.legend(fontsize="small")
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path)
     return "\n".join(lines)
