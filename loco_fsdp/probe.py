@@ -154,7 +154,8 @@ def describe(cluster: Cluster) -> str:
     lines.append(f"codec: {cluster.codec_rate / 1e9:.4g} GB/s of float32 gradient a rank")
     lines.append(f"ranks wait {1e3 * cluster.wait_s:.3g} ms for one another")
     lines += [
-        f"{name}: {rate / 1e9:.3g} GB/s, and {1e3 * latency_s:.3g} ms a call"
+        f"{name}: {rate / 1e9:.3g} GB/s"
+        + f", and {1e3 * latency_s:.3g} ms a call" * (latency_s != 0)
         for name, (latency_s, rate) in sorted(cluster.rates.items())
     ]
     return "\n".join(lines)
