@@ -56,7 +56,9 @@ def measure_rates(
         if transfer.collective not in collectives:
             continue
         largest = min(call_bytes[-1], max_bytes)
-        smallest = min(call_bytes[0], largest if largest == call_bytes[-1] else largest // _SPREAD)
+        smallest = min(call_bytes[0], largest)
+        if largest < call_bytes[-1]:
+            smallest = min(smallest, max(largest // _SPREAD, 1))
         points = [
             _seconds(transfer, collectives, num_bytes, groups[transfer.scope], device, repeats)
             for num_bytes in sorted({smallest, largest})

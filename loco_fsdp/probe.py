@@ -20,10 +20,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, choose_backend, decode, encode
+from loco_fsdp.codec import BlockLayout, choose_backend
 from loco_fsdp.collective_rates import line_through, measure_rates
 from loco_fsdp.cost_model import COLLECTIVES_OF_UNIT, Cluster, Job
 from loco_fsdp.exchange import exchange
+from loco_fsdp.hop import Hop
 from loco_fsdp.plan import add_job_options, job_from_options, report
 from loco_fsdp.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
 from loco_fsdp.topology import ranks_per_node
@@ -117,29 +118,22 @@ def _codec_seconds(job: Job, device: torch.device, numel: int, peers: int, repea
     shard = -(-numel // peers)
     layout = BlockLayout((shard,), config.bits, config.block_size)
     table = layout.place(device)
-    blocks = (peers, layout.num_blocks)
     output = torch.empty(shard, dtype=dtype, device=device)
     wire = torch.zeros(peers, layout.bytes_per_shard, dtype=torch.uint8, device=device)
-    stats = EncodeStats(
-        torch.zeros(*blocks, 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    )
     num_units = min(job.num_units, _CODEC_UNITS)
     gradients = torch.randn(num_units, peers, shard, device=device).to(dtype)
-    errors: list[ErrorState | None] = [None] * num_units
-    if config.error_feedback:
-        error_dtype = getattr(torch, config.error_dtype)
-        errors = [
-            ErrorState(
-                torch.zeros(*blocks, config.block_size, dtype=error_dtype, device=device),
-                torch.zeros(blocks, device=device),
-            )
-            for _ in range(num_units)
-        ]
+    hops = []
+    for unit in range(num_units):
+        hop = Hop("flat", f"unit {unit}", list(range(peers)), peers, config, backend)
+        hop.reserve(peers * layout.num_blocks, device)
+        if config.error_feedback:
+            hop.error.add({0: layout.num_blocks}, device)
+        hops.append(hop)
 
     def encode_and_decode() -> None:
-        for gradient, error in zip(gradients, errors, strict=True):
-            encode(gradient, wire, table, stats, error, config.beta, backend=backend)
-            decode(wire, output, table, backend=backend)
+        for gradient, hop in zip(gradients, hops, strict=True):
+            hop.encode(gradient, wire, table, config.error_feedback)
+            hop.decode(wire, output, table)
 
     return seconds_in_loop(encode_and_decode, device, repeats) / num_units
 

@@ -73,9 +73,8 @@ def waiting_seconds(compute_s: float, device: torch.device, repeats: int) -> flo
 
 def _repeat(timed: Callable[[], float], device: torch.device, repeats: int) -> list[float]:
     """What `timed` returns, `repeats` times or more; as often on all ranks."""
-    for _ in range(_WARMUP):
-        first = timed()
-    (slowest_s,) = _over_ranks([first], dist.ReduceOp.MAX, device)
+    warm_s = [timed() for _ in range(_WARMUP)][-1]
+    (slowest_s,) = _over_ranks([warm_s], dist.ReduceOp.MAX, device)
     enough = min(int(_ENOUGH_S / slowest_s), _MOST * repeats)
     return [timed() for _ in range(max(repeats, enough))]
 

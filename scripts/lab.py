@@ -179,20 +179,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with Ranks(network, spec, Path(directory), deadline) as ranks:
             for rate in rates:
                 network.limit(parse_rate(rate), delay_s)
-                rounds, probed = [], []
-                for _ in range(_ROUNDS if options.plan else 1):
-                    rounds.append(ranks.ask("measure"))
-                    if options.plan:
-                        compute_s = summarize(rounds[-1], spec)[COMPUTE]["step_s"]
-                        probed.append(ranks.ask(f"probe {compute_s}")[0])
-                rows = summarize(join(rounds), spec)
-                rows.pop(COMPUTE, None)
-                measured = {"rate": rate, "bits_per_s": parse_rate(rate), "ways": rows}
+                measured: dict[str, Any] = {"rate": rate, "bits_per_s": parse_rate(rate)}
                 if options.plan:
-                    add_plan(measured, probed, spec)
+                    measured |= _measure_and_plan(ranks, spec)
+                else:
+                    measured["ways"] = summarize(ranks.ask("measure"), spec)
                 print(f"\n{rate}\n{table(measured)}", flush=True)
                 runs.append(measured)
     return {"options": spec_of_run, "torch": torch.__version__, "runs": runs}
+
+
+def _measure_and_plan(ranks: Ranks, spec: RankSpec) -> dict[str, Any]:
+    """Steps by turns with probes, from which the planner predicts them."""
+    rounds, probed = [], []
+    for _ in range(_ROUNDS):
+        rounds.append(ranks.ask("measure"))
+        compute_s = summarize(rounds[-1], spec)[COMPUTE]["step_s"]
+        probed.append(ranks.ask(f"probe {compute_s}")[0])
+    rows = summarize(join(rounds), spec)
+    del rows[COMPUTE]
+    measured = {"ways": rows}
+    add_plan(measured, probed, spec)
+    return measured
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

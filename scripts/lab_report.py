@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from lab_rank import RankSpec
@@ -26,9 +25,9 @@ def summarize(answers: list[dict[str, Any]], spec: RankSpec) -> dict[str, dict[s
         of_ranks, of_nodes = [answer[way] for answer in answers], [answer[way] for answer in nodes]
         steps = {
             "step_s": [max(seconds) for seconds in _by_step(of_ranks, "step_s")],
-            "reduce_s": [_mean(seconds) for seconds in _by_step(of_ranks, "reduce_s")],
-            "node_bytes": [_mean(sent) for sent in _by_step(of_nodes, "link")],
-            "local_bytes": [_mean(sent) for sent in _by_step(of_nodes, "local")],
+            "reduce_s": [fmean(seconds) for seconds in _by_step(of_ranks, "reduce_s")],
+            "node_bytes": [fmean(sent) for sent in _by_step(of_nodes, "link")],
+            "local_bytes": [fmean(sent) for sent in _by_step(of_nodes, "local")],
         }
         rows[way] = {**{name: median(values) for name, values in steps.items()}, "steps": steps}
     return rows
@@ -36,10 +35,6 @@ def summarize(answers: list[dict[str, Any]], spec: RankSpec) -> dict[str, dict[s
 
 def _by_step(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[float, ...]]:
     return list(zip(*(rank[name] for rank in ranks), strict=True))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def join(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -64,7 +59,7 @@ def add_plan(measured: dict[str, Any], probed: list[dict[str, Any]], spec: RankS
     measured["probed"] = probed
     for way, row in measured["ways"].items():
         plans = [_predict(way, answer, spec) for answer in probed]
-        row["plan"] = {name: _mean([plan[name] for plan in plans]) for name in plans[0]}
+        row["plan"] = {name: fmean([plan[name] for plan in plans]) for name in plans[0]}
         row["plan"] |= {
             f"{name}_ratio": value / row[name] if row[name] else float("nan")
             for name, value in row["plan"].items()
