@@ -214,10 +214,10 @@ class LoCoAllReduce(Reducer):
         group, device = self._group, gradient.device
         replicas, rank = group.size(), group.rank()
         plan = self._plan(self.unit.active, gradient.numel(), device)
-        shard, own = plan.shard.layout, plan.own.layout
-        wire = self._workspace.get("all-reduce wire", (1, shard.bytes_per_shard), device)
-        receive = self._workspace.get("all-reduce receive", (replicas, own.bytes_per_shard), device)
-        sums = self._workspace.get("all-reduce sums", (1, own.bytes_per_shard), device)
+        shard, own = plan.shard.wire, plan.own.wire
+        wire = self._workspace.get("all-reduce wire", (1, shard.num_bytes), device)
+        receive = self._workspace.get("all-reduce receive", (replicas, own.num_bytes), device)
+        sums = self._workspace.get("all-reduce sums", (1, own.num_bytes), device)
         by_replica = [[wire[0, piece] for piece in pieces] for pieces in plan.pieces]
         own_pieces = own.on_wire(0, own.num_blocks)
         own_sums = [sums[0, piece] for piece in own_pieces]
@@ -269,6 +269,6 @@ class LoCoAllReduce(Reducer):
         return _Plan(
             shard,
             BlockLayout(own_numels, bits, block_size).place(device, own_rows),
-            [shard.layout.on_wire(part.first, part.last) for part in ranges],
+            [shard.wire.on_wire(part.first, part.last) for part in ranges],
             feedback,
         )

@@ -71,9 +71,19 @@ class ErrorBuffer:
         elif states:
             self.state = states[0]
 
-    def rows_of(self, parameters: tuple[int, ...]) -> list[int]:
-        """The rows of the blocks of these parameters, one after the other."""
-        return [row for parameter in parameters for row in self.rows[parameter]]
+    def rows_of(self, parameters: tuple[int, ...]) -> Tensor:
+        """The rows of the blocks of these parameters, one after the other, `[blocks]` int64."""
+        device = None if self.state is None else self.state.scale.device
+        ranges = [self.rows[parameter] for parameter in parameters]
+        first, count = (
+            torch.tensor(values, dtype=torch.int64).to(device)
+            for values in ([rows.start for rows in ranges], [len(rows) for rows in ranges])
+        )
+        num_blocks = sum(map(len, ranges))
+        # Row minus place among the blocks is the same within a parameter.
+        shift = first - (count.cumsum(0) - count)
+        place = torch.arange(num_blocks, dtype=torch.int64, device=device)
+        return shift.repeat_interleave(count, output_size=num_blocks) + place
 
     def by_parameter(self) -> dict[int, ErrorState]:
         """A copy on the CPU of each parameter's error, `[peers, blocks, ...]`, by its index."""

@@ -115,7 +115,7 @@ class Hop:
 
     def _stats(self, peers: int, table: BlockTable) -> EncodeStats:
         assert self._squares is not None and self._nonfinite is not None
-        squares = self._squares[: peers * table.layout.num_blocks].view(peers, -1, 2)
+        squares = self._squares[: peers * table.num_blocks].view(peers, -1, 2)
         return EncodeStats(squares, self._nonfinite)
 
     def measured(self) -> Measured:

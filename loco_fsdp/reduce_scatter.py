@@ -197,7 +197,7 @@ class LoCoReduceScatter(Reducer):
             with self._intra_hop.stage("exchange"):
                 exchange(received[node], by_node[node], intra)
             self._intra_hop.decode(received[node], node_sum[node], table)
-        return node_sum, num_nodes * table.layout.bytes_per_shard * (intra.size() - 1)
+        return node_sum, num_nodes * table.wire.num_bytes * (intra.size() - 1)
 
     def _exchange(self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup) -> int:
         """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
@@ -207,7 +207,7 @@ class LoCoReduceScatter(Reducer):
         self._hop.decode(receive, output_tensor, table)
         if self.config.error_feedback and not feedback:
             self.counters.reductions_without_feedback += 1
-        return table.layout.bytes_per_shard
+        return table.wire.num_bytes
 
     def _encode(
         self, hop: Hop, gradient: Tensor, shard_numel: int
@@ -215,10 +215,10 @@ class LoCoReduceScatter(Reducer):
         """Encode `gradient` `[peers, shard]`; its blocks, and buffers to send and to receive."""
         device = gradient.device
         table, feedback = self._table(hop, self.unit.active, shard_numel, device)
-        shape = (gradient.shape[0], table.layout.bytes_per_shard)
+        shape = (gradient.shape[0], table.wire.num_bytes)
         send = self._workspace.get("send", shape, device)
         receive = self._workspace.get("receive", shape, device)
-        hop.reserve(gradient.shape[0] * table.layout.num_blocks, device)
+        hop.reserve(gradient.shape[0] * table.num_blocks, device)
         hop.encode(gradient, send, table, feedback)
         return table, feedback, send, receive
 

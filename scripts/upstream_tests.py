@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
 from loco_fsdp import LoCo, LoCoConfig, attach, fsdp_compat
-from loco_fsdp.codec import BlockLayout, eager
+from loco_fsdp.codec import WireLayout, eager
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 
 # Reductions by LoCo and by stock FSDP2 in its place, over all ranks of the test that runs.
@@ -156,7 +156,7 @@ def attach_on_fully_shard(config: LoCoConfig) -> None:
 def use_loco(config: LoCoConfig, early: bool) -> None:
     """Attach LoCo, with a codec that loses nothing, to whatever is sharded in this process."""
     patch(eager, encode=send_exactly, decode=sum_exactly)
-    patch(BlockLayout, bytes_per_shard=property(lambda self: 4 * self.shard_numel))
+    patch(WireLayout, num_bytes=property(lambda self: 4 * self.num_blocks * self.block_size))
     check_reductions()
     (attach_on_fully_shard if early else attach_on_first_forward)(config)
 

@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -74,6 +75,7 @@ class Case:
     gradient_dtype: torch.dtype = torch.float32
     error_dtype: torch.dtype | None = torch.float16
     beta: float = 0.9
+    wire_rows: int | None = None  # over which blocks are shared out; None: a row for each peer
 
     @property
     def layout(self) -> BlockLayout:
@@ -89,13 +91,25 @@ class Case:
 
     def table(self) -> BlockTable:
         """Blocks whose errors lie in some rows of a larger buffer, in no order."""
-        rows = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(self.num_rows))
-        return self.layout.place(torch.device("cpu"), rows[: self.layout.num_blocks].tolist())
+        generator = torch.Generator().manual_seed(self.num_rows)
+        rows = torch.randperm(self.num_rows, generator=generator)
+        table = self.layout.place(torch.device("cpu"), rows[: self.layout.num_blocks])
+        if self.wire_rows is None:
+            return table
+        assert self.peers == 1
+        cuts = torch.randint(table.num_blocks + 1, (self.wire_rows - 1,), generator=generator)
+        ends = torch.tensor([0, table.num_blocks])
+        return table.in_rows(torch.cat([ends, cuts]).sort().values)
+
+    def alone(self) -> "Case":
+        """The same in one row of the wire for each peer."""
+        return replace(self, wire_rows=None)
 
     def __str__(self) -> str:
         dtypes = (self.gradient_dtype, self.error_dtype)
         gradient, error = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"{self.bits}bit-{self.block_size}-{gradient}-{error}"
+        rows = "" if self.wire_rows is None else f"-{self.wire_rows}rows"
+        return f"{self.bits}bit-{self.block_size}-{gradient}-{error}{rows}"
 
 
 def variants() -> list[Case]:
@@ -107,7 +121,8 @@ def variants() -> list[Case]:
         aligned = block_size in (256, 1024)
         numels = (8, block_size + 16) if aligned else (1, block_size + block_size // 2, 31)
         found.append(Case(bits, block_size, numels, 2, gradient_dtype, error_dtype))
-    return found
+    shared = [replace(case, peers=1, wire_rows=3) for case in found[::5]]
+    return found + shared
 
 
 @st.composite
@@ -118,11 +133,13 @@ def cases(draw: st.DrawFn) -> Case:
     numels = draw(st.lists(tail | st.sampled_from((1, block_size)), min_size=1, max_size=4))
     if draw(st.booleans()):
         numels = [8 * -(-numel // 8) for numel in numels]
+    wire_rows = draw(st.sampled_from((None, None, 1, 2, 4)))
     return Case(
         bits=draw(st.sampled_from((8, 4, 2, 1))),
         block_size=block_size,
         numels=tuple(numels),
-        peers=draw(st.integers(1, 3)),
+        peers=draw(st.integers(1, 3)) if wire_rows is None else 1,
+        wire_rows=wire_rows,
         gradient_dtype=draw(st.sampled_from(GRADIENT_DTYPES)),
         error_dtype=draw(st.sampled_from((None, *ERROR_DTYPES))),
         beta=draw(st.sampled_from((0.0, 0.8, 0.9))),
@@ -148,10 +165,10 @@ def gradients(case: Case, seed: int, exponent: int = 0, special: float = 0.0) ->
 
 def compensated(case: Case, gradient: Tensor, error: ErrorState | None) -> Tensor:
     """Gradient and error, `[peers, shard_numel]` float32."""
-    h = eager.to_blocks(gradient.float(), case.layout)
+    h = eager.to_blocks(gradient.float(), case.table())
     if error is not None:
         h = h + eager.load_error(error)[:, case.table().rows]
-    return eager.from_blocks(h, case.layout)
+    return eager.from_blocks(h, case.table())
 
 
 @dataclass
@@ -165,16 +182,17 @@ class Outcome:
     @classmethod
     def blank(cls, case: Case, peers: int | None = None) -> "Outcome":
         peers = case.peers if peers is None else peers
-        layout, error = case.layout, None
+        table, error = case.table(), None
+        wire_rows = peers if case.wire_rows is None else case.wire_rows
         if case.error_dtype is not None:
             error = ErrorState(
                 torch.zeros(peers, case.num_rows, case.block_size, dtype=case.error_dtype),
                 torch.zeros(peers, case.num_rows),
             )
         return cls(
-            torch.full((peers, layout.bytes_per_shard), _UNWRITTEN, dtype=torch.uint8),
+            torch.full((wire_rows, table.wire.num_bytes), _UNWRITTEN, dtype=torch.uint8),
             EncodeStats(
-                torch.full((peers, layout.num_blocks, 2), torch.nan),
+                torch.full((peers, table.num_blocks, 2), torch.nan),
                 torch.zeros(1, dtype=torch.int64),
             ),
             error,
@@ -195,10 +213,27 @@ class Outcome:
         return {"squares": self.stats.squares, "nonfinite": self.stats.nonfinite, **error}
 
 
-def split_wire(wire: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+def columns(table: BlockTable) -> tuple[Tensor, Tensor, Tensor]:
+    """What every launcher that encodes takes by position."""
+    return table.starts, table.lengths, table.rows
+
+
+def place_on_wire(table: BlockTable) -> dict[str, Any]:
+    """What launchers take by keyword of a wire."""
+    wire = table.wire
+    return {"scales_offset": wire.scales_offset, "bits": wire.bits, "block_size": wire.block_size}
+
+
+def rows_of_wire(table: BlockTable) -> dict[str, Any]:
+    """What those take beside it whose wire may hold a part of the blocks in each row."""
+    row_starts = None if table.row_starts is None else table.row_starts.to(DEVICE)
+    return {"wire_blocks": table.wire.num_blocks, "row_starts": row_starts}
+
+
+def split_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
     """Codes `[peers, num_blocks, block_size]` int8 and scales `[peers, num_blocks]`."""
-    packed, scale = eager._read_wire(wire, layout)
-    return eager.unpack(packed, layout.bits), scale
+    packed, scale = eager._read_wire(wire, table)
+    return eager.unpack(packed, table.wire.bits), scale
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -227,14 +262,14 @@ def assert_same_sent(case: Case, h: Tensor, expected: Outcome, actual: Outcome) 
 
 
 def _assert_near(case: Case, h: Tensor, expected: Outcome, actual: Outcome) -> None:
-    layout = case.layout
-    codes, scale = split_wire(actual.wire, layout)
-    wanted_codes, wanted_scale = split_wire(expected.wire, layout)
+    table = case.table()
+    codes, scale = split_wire(actual.wire, table)
+    wanted_codes, wanted_scale = split_wire(expected.wire, table)
     assert torch.equal(scale.isnan(), wanted_scale.isnan())
     units = (scale.view(torch.int32) - wanted_scale.view(torch.int32)).abs()
     assert (units[~scale.isnan()] <= 4).all()
 
-    ratio = (eager.to_blocks(h, layout) / wanted_scale.unsqueeze(-1)).abs()
+    ratio = (eager.to_blocks(h, table) / wanted_scale.unsqueeze(-1)).abs()
     near = ratio < 1e-30  # the sign of what underflows
     if case.bits == 2:
         near |= (ratio - eager.THRESHOLD_2BIT).abs() < 1e-5
@@ -245,5 +280,4 @@ def _assert_near(case: Case, h: Tensor, expected: Outcome, actual: Outcome) -> N
         # What 4 units of a scale make of the largest element, and one step.
         allowed = step + wanted_scale.nan_to_num().max() * 2**-20
         different = (new - wanted).abs() > allowed
-        rows = case.table().rows
-        assert not (different[:, rows] & ~near).any()
+        assert not (different[:, table.rows] & ~near).any()

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loco_fsdp.codec import (
     BlockLayout,
+    BlockTable,
     EncodeStats,
     ErrorState,
     choose_backend,
@@ -59,15 +60,17 @@ def test_operators_do_what_eager_does() -> None:
         assert all(map(torch.equal, middles[0][name], middles[1][name]))
 
 
+def flat_table(table: BlockTable) -> tuple[Any, ...]:
+    columns = table.starts, table.lengths, table.rows, table.row_starts
+    return (*columns, LAYOUT.num_blocks, LAYOUT.bits, LAYOUT.block_size, LAYOUT.shard_numel, False)
+
+
 def flat(arguments: dict[str, Any]) -> tuple[Any, ...]:
     table = arguments["table"]
     return (
         arguments["gradient"],
         arguments["wire"],
-        *table[1:],
-        list(LAYOUT.numels),
-        LAYOUT.bits,
-        LAYOUT.block_size,
+        *flat_table(table),
         *arguments["stats"],
         *arguments["error"],
         0.9,
@@ -79,7 +82,7 @@ def test_operators_pass_the_checks_of_torch() -> None:
     arguments = tensors(2)
     torch.library.opcheck(torch.ops.loco_fsdp.encode, flat(arguments))
     wire, table = arguments["wire"], arguments["table"]
-    head = (wire, torch.empty(LAYOUT.shard_numel), *table[1:], list(LAYOUT.numels), 4, 32)
+    head = (wire, torch.empty(LAYOUT.shard_numel), *flat_table(table))
     torch.library.opcheck(torch.ops.loco_fsdp.decode, (*head, 1.0, "eager"))
     middle = tensors(1)
     *rest, beta, backend = flat(middle)[1:]

@@ -27,6 +27,7 @@ from kernel_cases import (
     cases,
     compensated,
     gradients,
+    split_wire,
     variants,
 )
 from loco_fsdp.codec import BlockLayout, ErrorState, compiled, eager, ops
@@ -88,7 +89,8 @@ def check_decode_encode(case: Case, wires: list[Tensor], factor: float) -> None:
 def check_all(case: Case, first: Tensor, second: Tensor, factor: float) -> None:
     wires = [check_encode(case, first).wire, check_encode(case, first, second).wire]
     check_decode(case, wires[1], factor)
-    check_decode_encode(case, wires, factor)
+    if case.wire_rows is None:
+        check_decode_encode(case, wires, factor)
 
 
 @pytest.mark.parametrize("case", variants(), ids=str)
@@ -149,7 +151,7 @@ def test_every_size_of_a_sum_is_rounded_alike(dtype: torch.dtype) -> None:
     layout = BlockLayout((32 * len(scales),), bits=8, block_size=32)
     table = layout.place(CPU)
     wire = torch.arange(layout.bytes_per_shard).to(torch.uint8).unsqueeze(0)
-    wire[0, layout.on_wire(0, layout.num_blocks)[1]] = scales.view(torch.uint8)
+    wire[0, layout.wire.on_wire(0, layout.num_blocks)[1]] = scales.view(torch.uint8)
     outputs = torch.empty(2, layout.shard_numel, dtype=dtype)
     for codec, output in zip((compiled, eager), outputs, strict=True):
         codec.decode(wire, output, table)
@@ -174,8 +176,7 @@ def test_powers_of_two_change_no_code(k: int) -> None:
         for side, gradient in ((plain, x), (scaled, x * 2.0**k)):
             compiled.encode(gradient, side.wire, case.table(), side.stats, side.error, case.beta)
         (codes, scales), (other_codes, other_scales) = (
-            (side.wire[:, : case.layout.scales_offset], eager._read_wire(side.wire, case.layout)[1])
-            for side in (plain, scaled)
+            split_wire(side.wire, case.table()) for side in (plain, scaled)
         )
         assert torch.equal(codes, other_codes)
         assert torch.equal(scales * 2.0**k, other_scales)

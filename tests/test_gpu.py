@@ -167,8 +167,8 @@ def test_more_than_two_billion_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of GPU memory")
     device = torch.device("cuda")
-    table = BlockLayout((numel,), 4, 256).place(device)
-    layout = table.layout
+    layout = BlockLayout((numel,), 4, 256)
+    table = layout.place(device)
     x = torch.zeros(1, numel, dtype=torch.bfloat16, device=device)
     x[:, -128:] = 7.0
     wire = torch.zeros(1, layout.bytes_per_shard, dtype=torch.uint8, device=device)

@@ -3,9 +3,10 @@
 The launchers run with a recorder in place of the kernel; what they would launch is then compiled,
 in other processes, since this one may interpret its kernels. A variant takes seconds, so not every
 product of options is compiled. For sm_90: every pair of width and error dtype, with the gradient
-dtypes by turns; every block size, and unaligned parts, with the default options; every width of the
-other two kernels. For sm_80, sm_100 and gfx942: each kernel, with the error dtype that none of them
-converts alike (float8) and with a float one.
+dtypes by turns; every block size, unaligned parts, and rows of the wire that hold a part of the
+blocks, with the default options; every width of the other two kernels. For sm_80, sm_100 and
+gfx942: each kernel, with the error dtype that none of them converts alike (float8) and with a float
+one.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Variant:
     bits: int = 4
     block_size: int = 256
     aligned: bool = True
+    split: bool = False
     target: str = "sm_90"
 
     def __str__(self) -> str:
@@ -64,8 +66,10 @@ class Variant:
             str(dtype).removeprefix("torch.") for dtype in (self.gradient, self.error)
         )
         aligned = "aligned" if self.aligned else "unaligned"
+        split = "-split" * self.split
         width = f"{self.bits}bit"
-        return f"{self.kernel}-{gradient}-{error}-{width}-{self.block_size}-{aligned}-{self.target}"
+        options = f"{width}-{self.block_size}-{aligned}{split}"
+        return f"{self.kernel}-{gradient}-{error}-{options}-{self.target}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
 
     layout = BlockLayout((1024,), variant.bits, variant.block_size)
     table = layout.place(torch.device("cpu"))
+    if variant.split:
+        table = table.in_rows(torch.tensor([0, table.num_blocks]))
     wire = torch.zeros(1, layout.bytes_per_shard, dtype=torch.uint8)
     flat = torch.zeros(1, 1024, dtype=variant.gradient)
     error = {}
@@ -139,21 +145,23 @@ def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
         error["payload"] = torch.zeros(shape, dtype=variant.error)
         error["error_scale"] = torch.zeros(1, layout.num_blocks)
     common = {
-        "scales_offset": layout.scales_offset,
+        "scales_offset": layout.wire.scales_offset,
         "bits": variant.bits,
         "block_size": variant.block_size,
     }
+    columns = (table.starts, table.lengths, table.rows)
+    rows = {"row_starts": table.row_starts, "wire_blocks": table.wire.num_blocks}
     stats = {
         "squares": torch.zeros(1, layout.num_blocks, 2),
         "nonfinite": torch.zeros(1, dtype=torch.int64),
     }
     launch = getattr(module, variant.kernel)
     if variant.kernel == "compensate_quantize_pack":
-        launch(flat, wire, *table[1:], **common, **stats, **error, aligned=variant.aligned)
+        launch(flat, wire, *columns, **common, **rows, **stats, **error, aligned=variant.aligned)
     elif variant.kernel == "unpack_dequantize_reduce":
-        launch(wire, flat[0], *table[1:3], **common, aligned=variant.aligned)
+        launch(wire, flat[0], *columns[:2], **common, **rows, aligned=variant.aligned)
     else:
-        launch(wire, wire, *table[1:], **common, **stats, **error)
+        launch(wire, wire, *columns, **common, **stats, **error)
     setattr(module, name, kernel)
     return kernel, recorder.arguments
 
@@ -219,6 +227,10 @@ def variants() -> list[Variant]:
             Variant("unpack_dequantize_reduce", next(dtypes), None, bits),
             Variant("unpack_reduce_requantize", torch.float32, error, bits),
         ]
+    splits = [replace(DEFAULT, split=True), replace(DEFAULT, split=True, aligned=False)]
+    found += splits
+    found += [replace(DEFAULT, split=True, target=target) for target in ("sm_80", "gfx942")]
+    found += [replace(variant, kernel="unpack_dequantize_reduce", error=None) for variant in splits]
     for target, bits in (("sm_80", 4), ("sm_100", 8), ("gfx942", 2)):
         float8 = replace(DEFAULT, error=torch.float8_e4m3fn, bits=bits, target=target)
         found += [

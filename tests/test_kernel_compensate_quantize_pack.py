@@ -16,11 +16,14 @@ from kernel_cases import (
     assert_same,
     bytes_of,
     cases,
+    columns,
     compensated,
     fma_rounds_once,
     gradients,
     ignore_numpy,
     needs_gpu,
+    place_on_wire,
+    rows_of_wire,
     split_wire,
     variants,
 )
@@ -38,10 +41,9 @@ def encode(case: Case, gradient: Tensor, before: Outcome) -> Outcome:
     compensate_quantize_pack(
         gradient.to(DEVICE),
         outcome.wire,
-        *(column.to(DEVICE) for column in table[1:]),
-        scales_offset=table.layout.scales_offset,
-        bits=case.bits,
-        block_size=case.block_size,
+        *(column.to(DEVICE) for column in columns(table)),
+        **place_on_wire(table),
+        **rows_of_wire(table),
         beta=case.beta,
         aligned=case.aligned,
         **outcome.keywords(),
@@ -82,7 +84,7 @@ def test_codes_are_rounded_half_to_even() -> None:
     values = torch.tensor([[7.0, *(k + 0.5 for k in range(-7, 7))]])
     case = Case(4, 32, (15,), 1, error_dtype=None)
     outcome = encode(case, values, Outcome.blank(case))
-    codes, scale = split_wire(outcome.wire, case.layout)
+    codes, scale = split_wire(outcome.wire, case.table())
     assert scale.item() == 1
     assert torch.equal(codes[0, 0, :15], values[0].round().to(torch.int8))
 
@@ -113,7 +115,7 @@ def test_no_code_leaves_its_range_when_the_scale_is_rounded_down(bits: int) -> N
     assert (absmax.abs() / (absmax.abs() / top) > top).any()
     case = Case(bits, 32, (1,) * 500, 2, error_dtype=None)
     outcome = check_against_eager(case, [absmax])
-    codes, _ = split_wire(outcome.wire, case.layout)
+    codes, _ = split_wire(outcome.wire, case.table())
     assert torch.equal(codes[..., 0], (absmax.sign() * top).to(torch.int8))
 
 
@@ -126,7 +128,7 @@ def test_a_block_that_is_not_finite_is_sent_as_nan_and_forgets_its_error(
     first, second = gradients(case, 0), gradients(case, 1)
     second[0, 5] = special
     outcome = check_against_eager(case, [first, second])
-    _, scale = split_wire(outcome.wire, case.layout)
+    _, scale = split_wire(outcome.wire, case.table())
     assert scale.isnan().tolist() == [[True, False]]
     assert outcome.stats.nonfinite.item() == 1
     assert outcome.error is not None
@@ -142,7 +144,7 @@ def test_a_sum_with_the_error_that_overflows_counts_as_not_finite() -> None:
     outcome.error.scale.fill_(2.0**127)
     outcome = encode(case, torch.full((1, 32), 3e38), outcome)
     assert outcome.error is not None
-    assert split_wire(outcome.wire, case.layout)[1].isnan().all()
+    assert split_wire(outcome.wire, case.table())[1].isnan().all()
     assert not outcome.error.payload[0, case.table().rows].any()
 
 
@@ -156,7 +158,7 @@ def test_powers_of_two_scale_exactly(bits: int) -> None:
         outcome = Outcome.blank(case)
         for gradient in steps:
             outcome = encode(case, gradient * 2.0**k, outcome)
-        return (*split_wire(outcome.wire, case.layout), outcome)
+        return (*split_wire(outcome.wire, case.table()), outcome)
 
     codes, scale, reference = run(0)
     for k in (-60, 60):
@@ -185,22 +187,17 @@ def test_padding_changes_no_scale_and_has_no_error(bits: int) -> None:
     outcome = check_against_eager(case, [torch.full((1, 5), -3.0)])
     assert outcome.error is not None
     assert not outcome.error.payload[..., 5:].any()
-    _, scale = split_wire(outcome.wire, case.layout)
+    _, scale = split_wire(outcome.wire, case.table())
     assert scale.item() == 3.0
 
 
 def test_wrong_arguments_name_the_value() -> None:
     case = Case()
     gradient, outcome, table = gradients(case, 0), Outcome.blank(case), case.table()
-    keywords = {
-        "scales_offset": table.layout.scales_offset,
-        "bits": 4,
-        "block_size": 32,
-        **outcome.keywords(),
-    }
+    keywords = {**place_on_wire(table), **rows_of_wire(table), **outcome.keywords()}
 
     def call(gradient: Tensor = gradient, wire: Tensor = outcome.wire, **other: Any) -> None:
-        compensate_quantize_pack(gradient, wire, *table[1:], **{**keywords, **other})
+        compensate_quantize_pack(gradient, wire, *columns(table), **{**keywords, **other})
 
     with pytest.raises(ValueError, match="bits must be 8, 4, 2 or 1, got 3"):
         call(bits=3)
@@ -218,6 +215,8 @@ def test_wrong_arguments_name_the_value() -> None:
         call(payload=None)
     with pytest.raises(ValueError, match="scales_offset in multiples of 16, got 160 and 4"):
         call(scales_offset=4)
+    with pytest.raises(ValueError, match=r"row_starts must have shape \[3\], got \[2\]"):
+        call(gradient[:1], row_starts=table.starts[:2])
     with pytest.raises(TypeError, match=r"payload must be .*, got torch\.float64"):
         call(payload=outcome.keywords()["payload"].double())
 
@@ -226,24 +225,21 @@ def test_wrong_arguments_name_the_value() -> None:
 def test_offsets_beyond_32_bits() -> None:
     numel = 2**31 + 128
     layout = BlockLayout((numel,), 4, 256)
-    starts = torch.arange(0, numel, 256, device=DEVICE)
-    lengths = (numel - starts).clamp(max=256)
     gradient = torch.zeros(1, numel, dtype=torch.bfloat16, device=DEVICE)
     gradient[0, -128:] = 7
     wire = torch.empty(1, layout.bytes_per_shard, dtype=torch.uint8, device=DEVICE)
-    place = {"scales_offset": layout.scales_offset, "bits": 4, "block_size": 256, "aligned": True}
+    table = layout.place(DEVICE)
+    place = {**place_on_wire(table), **rows_of_wire(table), "aligned": True}
     compensate_quantize_pack(
         gradient,
         wire,
-        starts,
-        lengths,
-        torch.arange(layout.num_blocks, device=DEVICE),
+        *columns(table),
         squares=torch.empty(1, layout.num_blocks, 2, device=DEVICE),
         nonfinite=torch.zeros(1, dtype=torch.int64, device=DEVICE),
         **place,
     )
     output = gradient[0].fill_(3)
-    unpack_dequantize_reduce(wire, output, starts, lengths, **place)
+    unpack_dequantize_reduce(wire, output, table.starts, table.lengths, **place)
     assert (output[-128:] == 7).all()
     assert not output[:-128].any()
 
@@ -253,16 +249,15 @@ def test_a_launch_neither_allocates_nor_synchronises() -> None:
     case = Case(4, 256, (4096,), 2, torch.bfloat16)
     table, outcome = case.table(), Outcome.blank(case).copy(DEVICE)
     gradient = gradients(case, 0).to(DEVICE)
-    columns = [column.to(DEVICE) for column in table[1:]]
+    on_device = [column.to(DEVICE) for column in columns(table)]
 
     def launch() -> None:
         compensate_quantize_pack(
             gradient,
             outcome.wire,
-            *columns,
-            scales_offset=table.layout.scales_offset,
-            bits=4,
-            block_size=256,
+            *on_device,
+            **place_on_wire(table),
+            **rows_of_wire(table),
             beta=0.9,
             aligned=True,
             **outcome.keywords(),

@@ -11,7 +11,7 @@ import torch
 import triton
 
 import loco_kernels
-from kernel_cases import Case, Outcome
+from kernel_cases import Case, Outcome, columns, place_on_wire, rows_of_wire
 from loco_kernels.launch import device_of
 
 KERNELS = ("compensate_quantize_pack", "unpack_dequantize_reduce", "unpack_reduce_requantize")
@@ -20,15 +20,15 @@ KERNELS = ("compensate_quantize_pack", "unpack_dequantize_reduce", "unpack_reduc
 def launch(kernel: str) -> None:
     case = Case()
     table, outcome = case.table(), Outcome.blank(case, peers=1)
-    place = {"scales_offset": table.layout.scales_offset, "bits": 4, "block_size": 32}
-    flat = torch.zeros(1, table.layout.shard_numel)
+    place, rows = place_on_wire(table), rows_of_wire(table)
+    flat = torch.zeros(1, table.shard_numel)
     function = getattr(importlib.import_module(f"loco_kernels.{kernel}"), kernel)
     if kernel == "compensate_quantize_pack":
-        function(flat, outcome.wire, *table[1:], **place, **outcome.keywords())
+        function(flat, outcome.wire, *columns(table), **place, **rows, **outcome.keywords())
     elif kernel == "unpack_dequantize_reduce":
-        function(outcome.wire, flat[0], *table[1:3], **place)
+        function(outcome.wire, flat[0], table.starts, table.lengths, **place, **rows)
     else:
-        function(outcome.wire, outcome.wire, *table[1:], **place, **outcome.keywords())
+        function(outcome.wire, outcome.wire, *columns(table), **place, **outcome.keywords())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from torch import Tensor
 
-from kernel_cases import DEVICE, GRADIENT_DTYPES, Case, Outcome, cases, gradients, ignore_numpy
+from kernel_cases import (
+    DEVICE,
+    GRADIENT_DTYPES,
+    Case,
+    Outcome,
+    cases,
+    gradients,
+    ignore_numpy,
+    place_on_wire,
+    rows_of_wire,
+)
 from loco_fsdp.codec import eager
 from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
 
@@ -29,9 +39,8 @@ def decode(case: Case, wire: Tensor, output: Tensor, factor: float = 1.0) -> Non
         written,
         table.starts.to(DEVICE),
         table.lengths.to(DEVICE),
-        scales_offset=table.layout.scales_offset,
-        bits=case.bits,
-        block_size=case.block_size,
+        **place_on_wire(table),
+        **rows_of_wire(table),
         factor=factor,
         aligned=case.aligned,
     )
@@ -57,6 +66,8 @@ def check_against_eager(case: Case, wire: Tensor, factor: float = 1.0) -> None:
 def test_every_variant(bits: int, block_size: int, dtype: torch.dtype) -> None:
     for numels in ((1, block_size + 17, 31), (8, block_size + 16)):
         case = Case(bits, block_size, numels, 3, dtype)
+        check_against_eager(case, received(case, gradients(case, 0)), factor=1 / 3)
+        case = Case(bits, block_size, numels, 1, dtype, wire_rows=3)
         check_against_eager(case, received(case, gradients(case, 0)), factor=1 / 3)
 
 

@@ -179,7 +179,7 @@ def test_wrong_arguments_are_named() -> None:
 def test_the_wire_of_a_shard() -> None:
     layout = BlockLayout((300, 33), bits=4, block_size=256)
     assert layout.blocks_per_part == (2, 1)
-    assert layout.scales_offset == 3 * 128
+    assert layout.wire.scales_offset == 3 * 128
     assert layout.bytes_per_shard == 3 * 128 + 16  # three scales take 12 bytes of 16
     table = layout.place(torch.device("cpu"))
     assert table.starts.tolist() == [0, 256, 300]

@@ -59,17 +59,36 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Index, existence, first element and number of elements of the blocks of this program."""
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = block < num_blocks
+def locate_blocks(
+    starts_ptr,
+    lengths_ptr,
+    row_starts_ptr,
+    num_blocks,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Index, number in its row of the wire, existence, first element and number of elements of the
+    blocks of this program.
+
+    SPLIT: the second program id is a row of the wire, which holds some of the blocks only.
+    """
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if SPLIT:
+        row = tl.program_id(1).to(tl.int64)
+        first = tl.load(row_starts_ptr + row)
+        block = first + number
+        exists = block < tl.load(row_starts_ptr + row + 1)
+    else:
+        block = number
+        exists = block < num_blocks
     start = tl.load(starts_ptr + block, mask=exists, other=0)
     length = tl.load(lengths_ptr + block, mask=exists, other=0).to(tl.int32)
     if ALIGNED:
         # What lets the compiler load and store 16 bytes at once, masks included.
         start = tl.multiple_of(start, 8)
         length = tl.multiple_of(length, 8)
-    return block, exists, start, length
+    return block, number, exists, start, length
 
 
 @triton.jit
@@ -221,24 +240,25 @@ def sum_peers(
     wire_ptr,
     scales_ptr,
     wire_stride,
+    first_row,
     peers,
-    block,
+    number,  # of each block in its row of the wire
     exists,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Sum of a tile over all peers, from 0.0 and in the order of their ranks."""
+    """Sum of a tile over rows of the wire, one a peer, from 0.0 and in the order of their ranks."""
     PLANES: tl.constexpr = 8 // BITS
     total = ()
     for _ in tl.static_range(CHUNKS):
         total = total + (tl.zeros([ROWS, BLOCK // CHUNKS], tl.float32),)
-    code = block[:, None] * (BLOCK * BITS // 8)
+    code = number[:, None] * (BLOCK * BITS // 8)
     # Unrolled so that the bytes of several peers are on their way at once.
     for peer in tl.range(0, peers, loop_unroll_factor=UNROLL_PEERS):
-        wire = tl.multiple_of(tl.cast(peer, tl.int64) * wire_stride, 16)
-        scale = tl.load(scales_ptr + wire // 4 + block, mask=exists, other=0.0)[:, None]
+        wire = tl.multiple_of((first_row + tl.cast(peer, tl.int64)) * wire_stride, 16)
+        scale = tl.load(scales_ptr + wire // 4 + number, mask=exists, other=0.0)[:, None]
         added = ()
         for c in tl.static_range(CHUNKS):
             if c % PLANES == 0:
@@ -317,6 +337,8 @@ def encode_blocks(
     h,  # CHUNKS tensors [ROWS, CHUNK] float32: the gradient, 0 beyond each block's length
     peer,
     block,
+    wire_row,
+    number,  # of each block in that row
     exists,
     length,
     wire_ptr,
@@ -361,9 +383,9 @@ def encode_blocks(
     counter = nonfinite_ptr + tl.zeros([block.shape[0]], tl.int64)
     tl.atomic_add(counter, one, mask=exists & (finite == 0), sem="relaxed")
 
-    wire = tl.multiple_of(peer * wire_stride, 16)
-    tl.store(scales_ptr + wire // 4 + block, tl.where(finite, scale, float("nan")), mask=exists)
-    code_pointer = wire_ptr + wire + block[:, None] * (BLOCK * BITS // 8)
+    wire = tl.multiple_of(wire_row * wire_stride, 16)
+    tl.store(scales_ptr + wire // 4 + number, tl.where(finite, scale, float("nan")), mask=exists)
+    code_pointer = wire_ptr + wire + number[:, None] * (BLOCK * BITS // 8)
     sent_scale = tl.where(finite, scale, 0.0)
     residual = quantize_and_pack(h, sent_scale, length, code_pointer, exists, BITS, BLOCK, CHUNKS)
     tl.store(square_pointer + 1, sum_of_squares(residual, CHUNKS), mask=exists)

@@ -40,12 +40,18 @@ def check_blocks(bits: int, block_size: int) -> None:
         raise ValueError(f"block_size must be a power of two in 32..1024, got {block_size}")
 
 
+def check_row_starts(row_starts: Tensor | None, wire_rows: int, device: torch.device) -> None:
+    """Check what says which blocks the rows of a wire hold, where they do not hold all."""
+    if row_starts is not None:
+        check_tensor("row_starts", row_starts, device, (torch.int64,), wire_rows + 1)
+
+
 def check_encode(
-    wire: Tensor,
     starts: Tensor,
     lengths: Tensor,
     rows: Tensor,
     *,
+    peers: int,
     bits: int,
     block_size: int,
     squares: Tensor,
@@ -55,12 +61,11 @@ def check_encode(
     beta: float,
     device: torch.device,
 ) -> None:
-    """Check what every kernel that encodes takes, but for the bytes of the wire."""
+    """Check what every kernel that encodes takes, but for the wire."""
     check_blocks(bits, block_size)
     num_blocks = starts.shape[0]
     for name, column in (("starts", starts), ("lengths", lengths), ("rows", rows)):
         check_tensor(name, column, device, (torch.int64,), num_blocks)
-    peers = wire.shape[0]
     check_tensor("squares", squares, device, (torch.float32,), peers, num_blocks, 2)
     check_tensor("nonfinite", nonfinite, device, (torch.int64,), 1)
     if not 0.0 <= beta < 1.0:

@@ -1,15 +1,18 @@
 """Compensate a gradient by its error, quantize and pack it for all peers, and update the error.
 
 One launch, one pass over memory: reads the gradient `[peers, shard_numel]` and the error, writes
-the wire, the new error and the squares for monitoring. Wire of one peer, `uint8 [bytes_per_shard]`:
+the wire, the new error and the squares for monitoring. One row of the wire, `uint8 [num_bytes]`:
 
     codes   num_blocks * block_size * bits / 8 bytes, then padding to a multiple of 16
     scales  num_blocks float32,                       then padding to a multiple of 16
 
+It holds all blocks of one peer; or, where `row_starts` is given and there is one peer, those from
+`row_starts[row]` to `row_starts[row + 1]`.
+
 Inside a block codes are planar: with `k = 8 // bits` planes of `block_size // k` elements, byte i
 holds element i in its lowest bits, then i + block_size // k, and so on (two's complement). Blocks
 are found by the table `starts`, `lengths`, `rows`: first element in the shard, number of elements,
-row in the error. The padding of the wire is not written.
+row in the error. The padding of the wire is not written, and no byte of a row beyond its blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loco_kernels.blocks import element_of, encode_blocks, locate_blocks, to_float32
-from loco_kernels.checks import GRADIENT_DTYPES, check_tensor
+from loco_kernels.checks import GRADIENT_DTYPES, check_row_starts, check_tensor
 from loco_kernels.launch import (
     device_of,
     encode_arguments,
@@ -45,6 +48,7 @@ def _compensate_quantize_pack_kernel(
     starts_ptr,
     lengths_ptr,
     rows_ptr,
+    row_starts_ptr,
     payload_ptr,
     error_scale_ptr,
     squares_ptr,
@@ -61,12 +65,16 @@ def _compensate_quantize_pack_kernel(
     CHUNKS: tl.constexpr,
     ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    peer = tl.program_id(1).to(tl.int64)
+    wire_row = tl.program_id(1).to(tl.int64)
+    peer = wire_row * 0 if SPLIT else wire_row
     shard = peer * shard_numel
     if ALIGNED:
         shard = tl.multiple_of(shard, 8)
-    block, exists, start, length = locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS, ALIGNED)
+    block, number, exists, start, length = locate_blocks(
+        starts_ptr, lengths_ptr, row_starts_ptr, num_blocks, ROWS, ALIGNED, SPLIT
+    )
 
     gradient = ()
     for c in tl.static_range(CHUNKS):
@@ -79,6 +87,8 @@ def _compensate_quantize_pack_kernel(
         gradient,
         peer,
         block,
+        wire_row,
+        number,
         exists,
         length,
         wire_ptr,
@@ -106,7 +116,9 @@ def compensate_quantize_pack(
     starts: Tensor,
     lengths: Tensor,
     rows: Tensor,
+    row_starts: Tensor | None = None,
     *,
+    wire_blocks: int,
     scales_offset: int,
     bits: int,
     block_size: int,
@@ -121,9 +133,12 @@ def compensate_quantize_pack(
 
     Args:
         gradient: `[peers, shard_numel]` float32, bfloat16 or float16.
-        wire: `[peers, bytes_per_shard]` uint8, written but for its padding.
+        wire: `[wire_rows, num_bytes]` uint8, one row for each peer; written but for its padding.
         starts: `[num_blocks]` int64, like `lengths` and `rows`.
-        scales_offset: byte at which the scales of a peer start, a multiple of 16.
+        row_starts: `[wire_rows + 1]` int64, which blocks each row of the wire holds; there is one
+            peer then. None: all blocks.
+        wire_blocks: blocks that a row of the wire has room for, no fewer than any row holds.
+        scales_offset: byte at which the scales of a row start, a multiple of 16.
         squares: `[peers, num_blocks, 2]` float32, sums of squares of what was to be sent and of
             what was not; written.
         nonfinite: `[1]` int64; the number of blocks that are not finite is added.
@@ -137,12 +152,16 @@ def compensate_quantize_pack(
         ValueError: a tensor has another shape or device, or a number is out of range.
         RuntimeError: the gradient is on the CPU and Triton is not interpreted.
     """
-    check_tensor("gradient", gradient, gradient.device, GRADIENT_DTYPES, wire.shape[0], -1)
+    peers = wire.shape[0] if row_starts is None else 1
+    check_tensor("gradient", gradient, gradient.device, GRADIENT_DTYPES, peers, -1)
+    check_row_starts(row_starts, wire.shape[0], gradient.device)
     arguments = encode_arguments(
         wire,
         starts,
         lengths,
         rows,
+        peers=peers,
+        wire_blocks=wire_blocks,
         scales_offset=scales_offset,
         bits=bits,
         block_size=block_size,
@@ -154,16 +173,18 @@ def compensate_quantize_pack(
         device=gradient.device,
     )
     shape = tile(bits, block_size, gradient.dtype, *(() if payload is None else (payload.dtype,)))
-    grid = (triton.cdiv(starts.shape[0], shape.rows), wire.shape[0])
+    grid = (triton.cdiv(wire_blocks, shape.rows), wire.shape[0])
     if 0 in grid:
         return
     with device_of(gradient):
         _compensate_quantize_pack_kernel[grid](
             gradient_ptr=gradient,
+            row_starts_ptr=row_starts,
             shard_numel=gradient.shape[1],
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
             ALIGNED=aligned,
+            SPLIT=row_starts is not None,
             **launch_options(bits, aligned),
             **arguments,
         )

@@ -272,9 +272,10 @@ void with_bits(int64_t bits, Function function) {
 // ------------------------------------------------------------------- arguments of compiled.py
 
 struct Blocks {
-  int64_t bits, block_size, num_blocks, bytes_per_shard, scales_offset;
+  int64_t bits, block_size, num_blocks, row_bytes, scales_offset;
   const int64_t *starts, *lengths, *rows;
-  int64_t threads;
+  const int64_t* row_starts;  // [wire_rows + 1], or null: every row holds all blocks of a peer
+  int64_t wire_rows, threads;
 
   int64_t bytes_per_block() const { return block_size * bits / 8; }
 };
@@ -289,6 +290,26 @@ struct State {
 };
 
 namespace {
+
+// A block on the wire: the first byte of its row, and its number in that row.
+template <class Byte>
+struct Place {
+  Byte* row;
+  int64_t number;
+
+  Byte* codes(const Blocks& blocks) const { return row + number * blocks.bytes_per_block(); }
+  Byte* scale(const Blocks& blocks) const {
+    return row + blocks.scales_offset + number * sizeof(float);
+  }
+};
+
+template <class Byte>
+Place<Byte> place(const Blocks& blocks, Byte* wire, int64_t peer, int64_t block) {
+  if (!blocks.row_starts) return {wire + peer * blocks.row_bytes, block};
+  const int64_t* end = blocks.row_starts + blocks.wire_rows + 1;
+  const int64_t row = std::upper_bound(blocks.row_starts, end, block) - blocks.row_starts - 1;
+  return {wire + row * blocks.row_bytes, block - blocks.row_starts[row]};
+}
 
 // Compensates `h` by the error of its row, encodes it, and updates the error.
 template <int kBits>
@@ -311,15 +332,15 @@ void encode_block(const Blocks& blocks, const State& state, int64_t peer, int64_
   }
 
   float scale = block_scale<kBits>(h, size, length);
-  uint8_t* shard = wire + peer * blocks.bytes_per_shard;
-  std::memcpy(shard + blocks.scales_offset + block * sizeof scale, &scale, sizeof scale);
+  const Place<uint8_t> to = place(blocks, wire, peer, block);
+  std::memcpy(to.scale(blocks), &scale, sizeof scale);
   if (std::isnan(scale)) {  // from here on a block of zeros, which leaves no error
     ++*nonfinite;
     scale = 0;
     std::fill(h, h + size, 0.0f);
     std::fill(old, old + size, 0.0f);
   }
-  quantize<kBits>(h, size, scale, level, shard + block * blocks.bytes_per_block());
+  quantize<kBits>(h, size, scale, level, to.codes(blocks));
   std::fill(level + length, level + size, 0.0f);  // 1 and 2 bits have no level of zero
 
   float sent = 0, left = 0;
@@ -353,10 +374,10 @@ void decode_block(const Blocks& blocks, const uint8_t* wire, int64_t peers, int6
   const int size = static_cast<int>(blocks.block_size);
   std::fill(total, total + size, 0.0f);
   for (int64_t peer = 0; peer < peers; ++peer) {
-    const uint8_t* shard = wire + peer * blocks.bytes_per_shard;
+    const Place<const uint8_t> from = place(blocks, wire, peer, block);
     float scale;
-    std::memcpy(&scale, shard + blocks.scales_offset + block * sizeof scale, sizeof scale);
-    add_levels<kBits>(shard + block * blocks.bytes_per_block(), size, scale, total);
+    std::memcpy(&scale, from.scale(blocks), sizeof scale);
+    add_levels<kBits>(from.codes(blocks), size, scale, total);
   }
   for (int i = 0; i < size; ++i) total[i] *= factor;
 }
@@ -397,7 +418,7 @@ void encode_blocks(const Blocks& blocks, const State& state, int64_t peers, uint
 
 extern "C" {
 
-// gradient: [peers, shard_numel]; wire: [peers, bytes_per_shard]
+// gradient: [peers, shard_numel]; wire: [peers, row_bytes], or [wire_rows, row_bytes] of one peer
 void loco_encode(const Blocks* blocks, const State* state, const void* gradient, int64_t dtype,
                  int64_t shard_numel, int64_t peers, uint8_t* wire) {
   encode_blocks(*blocks, *state, peers, wire, [&](auto, int64_t peer, int64_t block, float* h) {
@@ -405,7 +426,7 @@ void loco_encode(const Blocks* blocks, const State* state, const void* gradient,
   });
 }
 
-// wire: [peers, bytes_per_shard]; output: [shard_numel]
+// wire: [peers, row_bytes], or [wire_rows, row_bytes] of one peer; output: [shard_numel]
 void loco_decode(const Blocks* blocks, const uint8_t* wire, int64_t peers, float factor,
                  void* output, int64_t dtype) {
   with_bits(blocks->bits, [&](auto bits) {
@@ -419,7 +440,7 @@ void loco_decode(const Blocks* blocks, const uint8_t* wire, int64_t peers, float
   });
 }
 
-// received: [peers, bytes_per_shard]; wire: [1, bytes_per_shard]
+// received: [peers, row_bytes]; wire: [1, row_bytes]; every row holds all blocks
 void loco_decode_encode(const Blocks* blocks, const State* state, const uint8_t* received,
                         int64_t peers, float factor, uint8_t* wire) {
   encode_blocks(*blocks, *state, 1, wire, [&](auto bits, int64_t, int64_t block, float* h) {

@@ -69,16 +69,16 @@ def check_wire(
 ) -> Tensor:
     """Check a wire, and return it as float32 from its first scale on."""
     check_tensor(name, wire, device, (torch.uint8,), -1, -1)
-    bytes_per_shard = wire.shape[1]
-    if bytes_per_shard % 16 or scales_offset % 16:
+    num_bytes = wire.shape[1]
+    if num_bytes % 16 or scales_offset % 16:
         raise ValueError(
-            f"{name} must have bytes_per_shard and scales_offset in multiples of 16, got "
-            f"{bytes_per_shard} and {scales_offset}"
+            f"{name} must have num_bytes and scales_offset in multiples of 16, got "
+            f"{num_bytes} and {scales_offset}"
         )
-    if not 0 <= scales_offset <= bytes_per_shard - 4 * num_blocks:
+    if not 0 <= scales_offset <= num_bytes - 4 * num_blocks:
         raise ValueError(
             f"{name} has no room for {num_blocks} scales from byte {scales_offset} on: "
-            f"bytes_per_shard is {bytes_per_shard}"
+            f"num_bytes is {num_bytes}"
         )
     return wire.view(-1).view(torch.float32)[scales_offset // 4 :]
 
@@ -89,6 +89,8 @@ def encode_arguments(
     lengths: Tensor,
     rows: Tensor,
     *,
+    peers: int,
+    wire_blocks: int,
     scales_offset: int,
     bits: int,
     block_size: int,
@@ -101,10 +103,10 @@ def encode_arguments(
 ) -> dict[str, object]:
     """Check what `encode_blocks` needs, and return it by the names of the kernels' parameters."""
     check_encode(
-        wire,
         starts,
         lengths,
         rows,
+        peers=peers,
         bits=bits,
         block_size=block_size,
         squares=squares,
@@ -114,8 +116,7 @@ def encode_arguments(
         beta=beta,
         device=device,
     )
-    num_blocks = starts.shape[0]
-    scales = check_wire("wire", wire, device, num_blocks, scales_offset)
+    scales = check_wire("wire", wire, device, wire_blocks, scales_offset)
     error = "none"
     num_rows = 0
     if payload is not None:
@@ -135,7 +136,7 @@ def encode_arguments(
         "nonfinite_ptr": nonfinite,
         "wire_stride": wire.shape[1],
         "num_rows": num_rows,
-        "num_blocks": num_blocks,
+        "num_blocks": starts.shape[0],
         "beta": beta,
         "one_minus_beta": 1.0 - beta,
         "BITS": bits,

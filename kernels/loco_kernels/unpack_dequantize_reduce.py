@@ -1,10 +1,12 @@
 """Unpack and dequantize what all peers sent, and sum it in float32 in the order of their ranks.
 
-One launch: reads the wire `[peers, bytes_per_shard]` and writes the reduced shard. Wire of one
-peer, `uint8 [bytes_per_shard]`:
+One launch: reads the wire and writes the reduced shard. One row of the wire, `uint8 [num_bytes]`:
 
     codes   num_blocks * block_size * bits / 8 bytes, then padding to a multiple of 16
     scales  num_blocks float32,                       then padding to a multiple of 16
+
+It holds all blocks of one peer. Where `row_starts` is given it holds those from `row_starts[row]`
+to `row_starts[row + 1]`, which no other row does, and nothing is summed.
 
 Inside a block codes are planar: with `k = 8 // bits` planes of `block_size // k` elements, byte i
 holds element i in its lowest bits, then i + block_size // k, and so on (two's complement). A scale
@@ -19,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loco_kernels.blocks import element_of, locate_blocks, round_to, sum_peers
-from loco_kernels.checks import GRADIENT_DTYPES, check_blocks, check_tensor
+from loco_kernels.checks import GRADIENT_DTYPES, check_blocks, check_row_starts, check_tensor
 from loco_kernels.launch import (
     check_wire,
     device_of,
@@ -35,6 +37,7 @@ def _unpack_dequantize_reduce_kernel(
     output_ptr,
     starts_ptr,
     lengths_ptr,
+    row_starts_ptr,
     wire_stride,
     peers,
     num_blocks,
@@ -44,10 +47,25 @@ def _unpack_dequantize_reduce_kernel(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    block, exists, start, length = locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS, ALIGNED)
+    _, number, exists, start, length = locate_blocks(
+        starts_ptr, lengths_ptr, row_starts_ptr, num_blocks, ROWS, ALIGNED, SPLIT
+    )
+    # Without SPLIT this is 0: there is one program for each tile.
+    first_row = tl.program_id(1).to(tl.int64)
     total = sum_peers(
-        wire_ptr, scales_ptr, wire_stride, peers, block, exists, BITS, BLOCK, ROWS, CHUNKS
+        wire_ptr,
+        scales_ptr,
+        wire_stride,
+        first_row,
+        peers,
+        number,
+        exists,
+        BITS,
+        BLOCK,
+        ROWS,
+        CHUNKS,
     )
     for c in tl.static_range(CHUNKS):
         element = element_of(c, BITS, BLOCK, CHUNKS)
@@ -60,7 +78,9 @@ def unpack_dequantize_reduce(
     output: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    row_starts: Tensor | None = None,
     *,
+    wire_blocks: int,
     scales_offset: int,
     bits: int,
     block_size: int,
@@ -70,11 +90,14 @@ def unpack_dequantize_reduce(
     """Launch the kernel on the device of `wire` and its current stream.
 
     Args:
-        wire: `[peers, bytes_per_shard]` uint8.
+        wire: `[wire_rows, num_bytes]` uint8, one row for each peer.
         output: `[shard_numel]` float32, bfloat16 or float16, written.
         starts: `[num_blocks]` int64, like `lengths`: first element and number of elements of each
             block.
-        scales_offset: byte at which the scales of a peer start, a multiple of 16.
+        row_starts: `[wire_rows + 1]` int64, which blocks each row of the wire holds, where it is
+            not one of a peer.
+        wire_blocks: blocks that a row of the wire has room for, no fewer than any row holds.
+        scales_offset: byte at which the scales of a row start, a multiple of 16.
         factor: of the sum.
         aligned: the number of elements of every parameter's part is a multiple of 8.
 
@@ -85,22 +108,26 @@ def unpack_dequantize_reduce(
     """
     check_blocks(bits, block_size)
     num_blocks = starts.shape[0]
-    scales = check_wire("wire", wire, wire.device, num_blocks, scales_offset)
+    scales = check_wire("wire", wire, wire.device, wire_blocks, scales_offset)
+    check_row_starts(row_starts, wire.shape[0], wire.device)
     check_tensor("output", output, wire.device, GRADIENT_DTYPES, -1)
     check_tensor("starts", starts, wire.device, (torch.int64,), num_blocks)
     check_tensor("lengths", lengths, wire.device, (torch.int64,), num_blocks)
-    if num_blocks == 0:
-        return
     shape = tile(bits, block_size, output.dtype)
+    split = row_starts is not None
+    grid = (triton.cdiv(wire_blocks, shape.rows), wire.shape[0] if split else 1)
+    if 0 in grid:
+        return
     with device_of(wire):
-        _unpack_dequantize_reduce_kernel[(triton.cdiv(num_blocks, shape.rows),)](
+        _unpack_dequantize_reduce_kernel[grid](
             wire_ptr=wire,
             scales_ptr=scales,
             output_ptr=output,
             starts_ptr=starts,
             lengths_ptr=lengths,
+            row_starts_ptr=row_starts,
             wire_stride=wire.shape[1],
-            peers=wire.shape[0],
+            peers=1 if split else wire.shape[0],
             num_blocks=num_blocks,
             factor=factor,
             BITS=bits,
@@ -108,5 +135,6 @@ def unpack_dequantize_reduce(
             ROWS=shape.rows,
             CHUNKS=shape.chunks,
             ALIGNED=aligned,
+            SPLIT=split,
             **launch_options(bits, aligned),
         )

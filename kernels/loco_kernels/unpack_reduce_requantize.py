@@ -1,9 +1,9 @@
 """Sum what all peers sent, and send the sum on: the middle of a low-bit all-reduce.
 
-One launch: reads the wire received, `[peers, bytes_per_shard]`, sums it in float32 in the order of
+One launch: reads the wire received, `[peers, num_bytes]`, sums it in float32 in the order of
 the ranks, compensates the sum by an error of its own, quantizes and packs it into a second wire,
-`[1, bytes_per_shard]`, and updates that error. The sum itself is never in memory. Both wires are
-laid out alike; `uint8 [bytes_per_shard]`:
+`[1, num_bytes]`, and updates that error. The sum itself is never in memory. Both wires are
+laid out alike; `uint8 [num_bytes]`:
 
     codes   num_blocks * block_size * bits / 8 bytes, then padding to a multiple of 16
     scales  num_blocks float32,                       then padding to a multiple of 16
@@ -66,13 +66,17 @@ def _unpack_reduce_requantize_kernel(
     CHUNKS: tl.constexpr,
     ERROR: tl.constexpr,
 ):
-    block, exists, _, length = locate_blocks(starts_ptr, lengths_ptr, num_blocks, ROWS, False)
+    block, number, exists, _, length = locate_blocks(
+        starts_ptr, lengths_ptr, None, num_blocks, ROWS, False, False
+    )
+    wire_row = tl.program_id(1).to(tl.int64)  # 0
     total = sum_peers(
         received_ptr,
         received_scales_ptr,
         received_stride,
+        wire_row,
         peers,
-        block,
+        number,
         exists,
         BITS,
         BLOCK,
@@ -87,8 +91,10 @@ def _unpack_reduce_requantize_kernel(
 
     encode_blocks(
         gradient,
-        tl.program_id(1).to(tl.int64),
+        wire_row,
         block,
+        wire_row,
+        number,
         exists,
         length,
         wire_ptr,
@@ -130,8 +136,8 @@ def unpack_reduce_requantize(
     """Launch the kernel on the device of `received` and its current stream.
 
     Args:
-        received: `[peers, bytes_per_shard]` uint8.
-        wire: `[1, bytes_per_shard]` uint8, written but for its padding.
+        received: `[peers, num_bytes]` uint8.
+        wire: `[1, num_bytes]` uint8, written but for its padding.
         starts: `[num_blocks]` int64, like `lengths` and `rows`.
         scales_offset: byte at which the scales start in both wires, a multiple of 16.
         squares: `[1, num_blocks, 2]` float32, sums of squares of what was to be sent and of what
@@ -148,12 +154,14 @@ def unpack_reduce_requantize(
         RuntimeError: the wire is on the CPU and Triton is not interpreted.
     """
     if wire.shape[0] != 1:
-        raise ValueError(f"wire must have shape [1, bytes_per_shard], got {list(wire.shape)}")
+        raise ValueError(f"wire must have shape [1, num_bytes], got {list(wire.shape)}")
     arguments = encode_arguments(
         wire,
         starts,
         lengths,
         rows,
+        peers=1,
+        wire_blocks=starts.shape[0],
         scales_offset=scales_offset,
         bits=bits,
         block_size=block_size,

@@ -2,7 +2,7 @@
 
 from loco_fsdp.codec.backends import choose_backend, get_backend
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
-from loco_fsdp.codec.layout import BlockLayout, BlockTable
+from loco_fsdp.codec.layout import BlockLayout, BlockTable, WireLayout
 from loco_fsdp.codec.ops import decode, decode_encode, encode
 from loco_fsdp.codec.quantized_tensor import GRADIENT_DTYPES, QuantizedTensor, quantize
 
@@ -13,6 +13,7 @@ __all__ = [
     "EncodeStats",
     "ErrorState",
     "QuantizedTensor",
+    "WireLayout",
     "choose_backend",
     "decode",
     "decode_encode",

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from loco_fsdp.codec import eager
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
-from loco_fsdp.codec.layout import BlockLayout, BlockTable
-from loco_kernels.checks import GRADIENT_DTYPES, check_blocks, check_encode, check_tensor
+from loco_fsdp.codec.layout import BlockTable
+from loco_kernels.checks import (
+    GRADIENT_DTYPES,
+    check_blocks,
+    check_encode,
+    check_row_starts,
+    check_tensor,
+)
 from loco_kernels.cpu_build import load_library
 
 _CPU = torch.device("cpu")
@@ -39,11 +45,13 @@ class _Blocks(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
-        ("bytes_per_shard", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
         ("scales_offset", ctypes.c_int64),
         ("starts", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
+        ("row_starts", ctypes.c_void_p),
+        ("wire_rows", ctypes.c_int64),
         ("threads", ctypes.c_int64),
     )
 
@@ -82,10 +90,10 @@ def encode(
     library = _library()
     if library is None:
         return eager.encode(gradient, wire, table, stats, error, beta)
-    peers, shard_numel = wire.shape[0], table.layout.shard_numel
+    peers, shard_numel = _peers(wire, table), table.shard_numel
     check_tensor("gradient", gradient, _CPU, GRADIENT_DTYPES, peers, shard_numel)
     library.loco_encode(
-        *_encode_arguments(wire, table, stats, error, beta),
+        *_encode_arguments(wire, table, peers, stats, error, beta),
         _pointer(gradient),
         ctypes.c_int64(_DTYPES[gradient.dtype]),
         ctypes.c_int64(shard_numel),
@@ -100,13 +108,13 @@ def decode(wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0)
     library = _library()
     if library is None:
         return eager.decode(wire, output, table, factor)
-    check_blocks(table.layout.bits, table.layout.block_size)
-    _check_wire("wire", wire, table.layout)
-    check_tensor("output", output, _CPU, GRADIENT_DTYPES, table.layout.shard_numel)
+    check_blocks(table.wire.bits, table.wire.block_size)
+    _check_wire("wire", wire, table)
+    check_tensor("output", output, _CPU, GRADIENT_DTYPES, table.shard_numel)
     library.loco_decode(
-        ctypes.byref(_blocks(table)),
+        ctypes.byref(_blocks(wire, table)),
         _pointer(wire),
-        ctypes.c_int64(wire.shape[0]),
+        ctypes.c_int64(_peers(wire, table)),
         ctypes.c_float(factor),
         _pointer(output),
         ctypes.c_int64(_DTYPES[output.dtype]),
@@ -127,9 +135,9 @@ def decode_encode(
     library = _library()
     if library is None:
         return eager.decode_encode(received, wire, table, stats, error, beta, factor)
-    _check_wire("received", received, table.layout)
+    _check_wire("received", received, table)
     library.loco_decode_encode(
-        *_encode_arguments(wire, table, stats, error, beta),
+        *_encode_arguments(wire, table, 1, stats, error, beta),
         _pointer(received),
         ctypes.c_int64(received.shape[0]),
         ctypes.c_float(factor),
@@ -151,17 +159,23 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _encode_arguments(
-    wire: Tensor, table: BlockTable, stats: EncodeStats, error: ErrorState | None, beta: float
+    wire: Tensor,
+    table: BlockTable,
+    peers: int,
+    stats: EncodeStats,
+    error: ErrorState | None,
+    beta: float,
 ) -> tuple[object, object]:
     """What both functions that encode begin with, checked."""
-    layout = table.layout
-    _check_wire("wire", wire, layout)
+    _check_wire("wire", wire, table)
     payload, error_scale = (None, None) if error is None else error
     check_encode(
-        wire,
-        *table[1:],
-        bits=layout.bits,
-        block_size=layout.block_size,
+        table.starts,
+        table.lengths,
+        table.rows,
+        peers=peers,
+        bits=table.wire.bits,
+        block_size=table.wire.block_size,
         squares=stats.squares,
         nonfinite=stats.nonfinite,
         payload=payload,
@@ -180,24 +194,31 @@ def _encode_arguments(
         state.error_dtype = _DTYPES[error.payload.dtype]
         state.error_top_exponent = eager.ERROR_TOP_EXPONENT[error.payload.dtype]
         state.num_rows = error.payload.shape[1]
-    return ctypes.byref(_blocks(table)), ctypes.byref(state)
+    return ctypes.byref(_blocks(wire, table)), ctypes.byref(state)
 
 
-def _check_wire(name: str, wire: Tensor, layout: BlockLayout) -> None:
-    check_tensor(name, wire, _CPU, (torch.uint8,), -1, layout.bytes_per_shard)
+def _peers(wire: Tensor, table: BlockTable) -> int:
+    return wire.shape[0] if table.row_starts is None else 1
 
 
-def _blocks(table: BlockTable) -> _Blocks:
-    layout = table.layout
+def _check_wire(name: str, wire: Tensor, table: BlockTable) -> None:
+    check_tensor(name, wire, _CPU, (torch.uint8,), -1, table.wire.num_bytes)
+    check_row_starts(table.row_starts, wire.shape[0], _CPU)
+
+
+def _blocks(wire: Tensor, table: BlockTable) -> _Blocks:
+    layout = table.wire
     return _Blocks(
         bits=layout.bits,
         block_size=layout.block_size,
-        num_blocks=layout.num_blocks,
-        bytes_per_shard=layout.bytes_per_shard,
+        num_blocks=table.num_blocks,
+        row_bytes=layout.num_bytes,
         scales_offset=layout.scales_offset,
         starts=_pointer(table.starts),
         lengths=_pointer(table.lengths),
         rows=_pointer(table.rows),
+        row_starts=None if table.row_starts is None else _pointer(table.row_starts),
+        wire_rows=wire.shape[0],
         threads=torch.get_num_threads(),
     )
 

@@ -25,11 +25,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from loco_fsdp.codec.layout import BlockLayout, BlockTable
+from loco_fsdp.codec.layout import BlockTable
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -70,29 +69,29 @@ class EncodeStats(NamedTuple):
     nonfinite: Tensor
 
 
-def to_blocks(flat: Tensor, layout: BlockLayout) -> Tensor:
+def inside_blocks(table: BlockTable) -> Tensor:
+    """Whether the block reaches so far, `[num_blocks, block_size]` bool."""
+    return _elements(table) < table.lengths.unsqueeze(-1)
+
+
+def to_blocks(flat: Tensor, table: BlockTable) -> Tensor:
     """`[peers, shard_numel]` to `[peers, num_blocks, block_size]`; short blocks end in zeros."""
-    parts = [
-        F.pad(part, (0, -part.shape[-1] % layout.block_size))
-        for part in torch.split(flat, list(layout.numels), dim=-1)
-    ]
-    return rearrange(
-        torch.cat(parts, dim=-1),
-        "peer (block element) -> peer block element",
-        element=layout.block_size,
-    )
+    inside = inside_blocks(table)
+    index = torch.where(inside, table.starts.unsqueeze(-1) + _elements(table), 0)
+    return torch.where(inside, flat[:, index], 0)
 
 
-def from_blocks(blocks: Tensor, layout: BlockLayout) -> Tensor:
+def from_blocks(blocks: Tensor, table: BlockTable) -> Tensor:
     """The inverse of `to_blocks`: `[peers, num_blocks, block_size]` to `[peers, shard_numel]`."""
-    parts = torch.split(blocks, list(layout.blocks_per_part), dim=1)
-    return torch.cat(
-        [
-            rearrange(part, "peer block element -> peer (block element)")[:, :numel]
-            for part, numel in zip(parts, layout.numels, strict=True)
-        ],
-        dim=-1,
-    )
+    beyond = table.shard_numel  # one place for all that is in no shard
+    index = torch.where(inside_blocks(table), table.starts.unsqueeze(-1) + _elements(table), beyond)
+    flat = blocks.new_empty(blocks.shape[0], beyond + 1)
+    flat[:, index] = blocks
+    return flat[:, :beyond]
+
+
+def _elements(table: BlockTable) -> Tensor:
+    return torch.arange(table.wire.block_size, device=table.starts.device)
 
 
 def _exponent(x: Tensor) -> Tensor:
@@ -200,46 +199,21 @@ def encode(
     """Compensate, quantize and pack a gradient for all peers, and update its error in place.
 
     gradient: `[peers, shard_numel]` float32, bfloat16 or float16
-    wire: `[peers, bytes_per_shard]` uint8, written but for its padding
+    wire: `[peers, num_bytes]` uint8, written but for its padding; with `table.row_starts` it is
+        `[wire_rows, num_bytes]`, there is one peer, and each block is written into its row
     error: the rows that `table` names are updated; None: no error feedback
     """
-    layout, bits = table.layout, table.layout.bits
-    h = to_blocks(gradient.to(torch.float32), layout)
-    old = None
-    if error is not None:
-        payload = _indexable(error.payload)[:, table.rows].view(error.payload.dtype)
-        old = load_error(ErrorState(payload, error.scale[:, table.rows]))
-        h = h + old
-    scale = block_scales(h, table.lengths, bits)
-    codes = quantize_blocks(h, scale, bits)
-    _write_wire(wire, pack(codes, bits), scale, layout)
-
-    finite = ~scale.isnan().unsqueeze(-1)
-    inside = torch.arange(layout.block_size, device=h.device) < table.lengths.unsqueeze(-1)
-    h = torch.where(finite, h, 0.0)
-    residual = torch.where(finite & inside, h - dequantize_blocks(codes, scale, bits), 0.0)
-    stats.squares[..., 0] = h.square().sum(-1)
-    stats.squares[..., 1] = residual.square().sum(-1)
-    stats.nonfinite.add_((~finite).sum())
-    if error is not None and old is not None:
-        new = torch.where(finite, beta * old + (1 - beta) * residual, 0.0)
-        stored = store_error(new, error.payload.dtype)
-        _indexable(error.payload)[:, table.rows] = _indexable(stored.payload)
-        error.scale[:, table.rows] = stored.scale
+    _encode_blocks(to_blocks(gradient.to(torch.float32), table), wire, table, stats, error, beta)
 
 
 def decode(wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
     """Sum what all peers sent, in float32 and in the order of their ranks, times `factor`.
 
-    wire: `[peers, bytes_per_shard]` uint8
+    wire: `[peers, num_bytes]` uint8; with `table.row_starts` it is `[wire_rows, num_bytes]`, and
+        each block is what its row says
     output: `[shard_numel]` float32, bfloat16 or float16, written
     """
-    layout = table.layout
-    packed, scale = _read_wire(wire, layout)
-    total = torch.zeros(layout.num_blocks, layout.block_size, device=wire.device)
-    for peer in range(wire.shape[0]):
-        total += dequantize_blocks(unpack(packed[peer], layout.bits), scale[peer], layout.bits)
-    output.copy_(from_blocks(total.unsqueeze(0), layout)[0] * factor)
+    output.copy_(from_blocks(_decode_blocks(wire, table, factor).unsqueeze(0), table)[0])
 
 
 def decode_encode(
@@ -253,13 +227,56 @@ def decode_encode(
 ) -> None:
     """`decode` in float32, then `encode` for one peer: the middle of a low-bit all-reduce.
 
-    received: `[peers, bytes_per_shard]` uint8
-    wire: `[1, bytes_per_shard]` uint8, written but for its padding
+    received: `[peers, num_bytes]` uint8
+    wire: `[1, num_bytes]` uint8, written but for its padding
+    table: without `row_starts`
     error: of the sum, `[1, rows, block_size]`
     """
-    total = torch.empty(1, table.layout.shard_numel, device=wire.device)
-    decode(received, total[0], table, factor)
-    encode(total, wire, table, stats, error, beta)
+    # Codes of the padding may stand for anything.
+    total = torch.where(inside_blocks(table), _decode_blocks(received, table, factor), 0.0)
+    _encode_blocks(total.unsqueeze(0), wire, table, stats, error, beta)
+
+
+def _encode_blocks(
+    h: Tensor,
+    wire: Tensor,
+    table: BlockTable,
+    stats: EncodeStats,
+    error: ErrorState | None,
+    beta: float,
+) -> None:
+    """`encode` of a gradient in blocks, `[peers, num_blocks, block_size]` float32."""
+    bits = table.wire.bits
+    old = None
+    if error is not None:
+        payload = _indexable(error.payload)[:, table.rows].view(error.payload.dtype)
+        old = load_error(ErrorState(payload, error.scale[:, table.rows]))
+        h = h + old
+    scale = block_scales(h, table.lengths, bits)
+    codes = quantize_blocks(h, scale, bits)
+    _write_wire(wire, pack(codes, bits), scale, table)
+
+    finite = ~scale.isnan().unsqueeze(-1)
+    sent = finite & inside_blocks(table)
+    h = torch.where(finite, h, 0.0)
+    residual = torch.where(sent, h - dequantize_blocks(codes, scale, bits), 0.0)
+    stats.squares[..., 0] = h.square().sum(-1)
+    stats.squares[..., 1] = residual.square().sum(-1)
+    stats.nonfinite.add_((~finite).sum())
+    if error is not None and old is not None:
+        new = torch.where(finite, beta * old + (1 - beta) * residual, 0.0)
+        stored = store_error(new, error.payload.dtype)
+        _indexable(error.payload)[:, table.rows] = _indexable(stored.payload)
+        error.scale[:, table.rows] = stored.scale
+
+
+def _decode_blocks(wire: Tensor, table: BlockTable, factor: float) -> Tensor:
+    """`decode` in blocks, `[num_blocks, block_size]` float32; anything beyond their lengths."""
+    bits, block_size = table.wire.bits, table.wire.block_size
+    total = torch.zeros(table.num_blocks, block_size, dtype=torch.float32, device=wire.device)
+    for packed, scale in zip(*_read_wire(wire, table), strict=True):
+        total += dequantize_blocks(unpack(packed, bits), scale, bits)
+    return total * factor
 
 
 def _indexable(payload: Tensor) -> Tensor:
@@ -267,15 +284,38 @@ def _indexable(payload: Tensor) -> Tensor:
     return payload.view(torch.uint8) if payload.dtype is torch.float8_e4m3fn else payload
 
 
-def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, layout: BlockLayout) -> None:
-    codes, scales = layout.on_wire(0, layout.num_blocks)
-    wire[:, codes] = rearrange(packed, "peer block byte -> peer (block byte)")
-    wire[:, scales] = scale.contiguous().view(torch.uint8)
+def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, table: BlockTable) -> None:
+    """Codes `[peers, num_blocks, bytes_per_block]` and scales `[peers, num_blocks]`."""
+    scale = scale.contiguous().view(torch.uint8).view(*scale.shape, 4)
+    for part, values in zip(_parts_of_wire(wire, table), (packed, scale), strict=True):
+        if table.row_starts is None:
+            part.copy_(values)
+        else:
+            part[_place_in_rows(table)] = values[0]
 
 
-def _read_wire(wire: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    codes, scales = layout.on_wire(0, layout.num_blocks)
-    packed = rearrange(
-        wire[:, codes], "peer (block byte) -> peer block byte", byte=layout.bytes_per_block
+def _read_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
+    """The inverse of `_write_wire`."""
+    packed, scale = _parts_of_wire(wire, table)
+    if table.row_starts is not None:
+        place = _place_in_rows(table)
+        packed, scale = packed[place].unsqueeze(0), scale[place].unsqueeze(0)
+    return packed, scale.contiguous().view(torch.float32).squeeze(-1)
+
+
+def _parts_of_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
+    """Codes and scales on the wire, uint8 `[wire_rows, blocks, bytes]`."""
+    blocks, wire_rows = table.wire.num_blocks, wire.shape[0]
+    codes, scales = table.wire.on_wire(0, blocks)
+    return (
+        wire[:, codes].view(wire_rows, blocks, table.wire.bytes_per_block),
+        wire[:, scales].view(wire_rows, blocks, 4),
     )
-    return packed, wire[:, scales].contiguous().view(torch.float32)
+
+
+def _place_in_rows(table: BlockTable) -> tuple[Tensor, Tensor]:
+    """The row of the wire that each block is in, and its number there."""
+    assert table.row_starts is not None
+    number = torch.arange(table.num_blocks, device=table.starts.device)
+    row = torch.searchsorted(table.row_starts, number, right=True) - 1
+    return row, number - table.row_starts[row]

@@ -4,23 +4,22 @@ A reduction moves, for each destination, one part ("shard") of every parameter o
 after the other. Each parameter's part is cut into blocks of `block_size` elements that share one
 scale; the last block of a part may be shorter, so that no block straddles two parameters.
 
-Wire of one shard, `uint8 [bytes_per_shard]`:
+One row of the wire, `uint8 [num_bytes]`:
 
     codes   num_blocks * block_size * bits / 8 bytes, then padding to a multiple of 16
     scales  num_blocks float32,                       then padding to a multiple of 16
 
-A short block takes the bytes of a whole one, so that codes are found without a table: it costs at
-most one block per parameter. Inside a block codes are packed planar: with `k = 8 // bits` planes of
-`block_size // k` elements, byte i holds element i in its lowest bits, then the elements
-`i + block_size // k`, `i + 2 * block_size // k`, ... (two's complement).
+A row holds all blocks of a shard, one row for each peer, or, of a shard that several ranks share,
+the blocks of one of them. A short block takes the bytes of a whole one, so that codes are found
+without a table: it costs at most one block per parameter. Inside a block codes are packed planar:
+with `k = 8 // bits` planes of `block_size // k` elements, byte i holds element i in its lowest
+bits, then the elements `i + block_size // k`, `i + 2 * block_size // k`, ... (two's complement).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,8 @@ from torch import Tensor
 
 _ALIGNMENT_BYTES = 16
 _SCALE_BYTES = 4
+# Elements of 16 bits in a load of 16 bytes.
+VECTOR_ELEMENTS = 8
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -35,8 +36,40 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
+class WireLayout:
+    """One row of the wire, with room for `num_blocks` blocks."""
+
+    num_blocks: int
+    bits: int
+    block_size: int
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        """Bytes of the packed codes of one block."""
+        return self.block_size * self.bits // 8
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Byte of the row at which its scales start."""
+        return _round_up(self.num_blocks * self.bytes_per_block, _ALIGNMENT_BYTES)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the row."""
+        return self.scales_offset + _round_up(self.num_blocks * _SCALE_BYTES, _ALIGNMENT_BYTES)
+
+    def on_wire(self, first: int, last: int) -> tuple[slice, slice]:
+        """Bytes of the codes and of the scales of blocks `first` to `last`, which is excluded."""
+        scales = self.scales_offset
+        return (
+            slice(first * self.bytes_per_block, last * self.bytes_per_block),
+            slice(scales + first * _SCALE_BYTES, scales + last * _SCALE_BYTES),
+        )
+
+
+@dataclass(frozen=True)
 class BlockLayout:
-    """The blocks of one shard made of parts with `numels` elements, and their place on the wire."""
+    """The blocks of one shard made of parts with `numels` elements."""
 
     numels: tuple[int, ...]
     bits: int
@@ -58,53 +91,98 @@ class BlockLayout:
         return sum(self.blocks_per_part)
 
     @cached_property
-    def bytes_per_block(self) -> int:
-        """Bytes of the packed codes of one block."""
-        return self.block_size * self.bits // 8
+    def wire(self) -> WireLayout:
+        """A row of the wire that holds all blocks."""
+        return WireLayout(self.num_blocks, self.bits, self.block_size)
 
-    @cached_property
-    def scales_offset(self) -> int:
-        """Byte at which the scales of a shard start on the wire."""
-        return _round_up(self.num_blocks * self.bytes_per_block, _ALIGNMENT_BYTES)
-
-    @cached_property
+    @property
     def bytes_per_shard(self) -> int:
         """Bytes of one shard on the wire."""
-        return self.scales_offset + _round_up(self.num_blocks * _SCALE_BYTES, _ALIGNMENT_BYTES)
+        return self.wire.num_bytes
 
-    def on_wire(self, first: int, last: int) -> tuple[slice, slice]:
-        """Bytes of the codes and of the scales of blocks `first` to `last`, which is excluded."""
-        scales = self.scales_offset
-        return (
-            slice(first * self.bytes_per_block, last * self.bytes_per_block),
-            slice(scales + first * _SCALE_BYTES, scales + last * _SCALE_BYTES),
-        )
+    def place(self, device: torch.device, rows: Tensor | None = None) -> BlockTable:
+        """The blocks as a table on `device`.
 
-    def place(self, device: torch.device, rows: Sequence[int] | None = None) -> BlockTable:
-        """The blocks as a table on `device`; `rows` of their errors, by default 0, 1, 2, ..."""
-        starts = accumulate(self.numels, initial=0)
-        blocks = [
-            (start + first, min(self.block_size, numel - first))
-            for start, numel in zip(starts, self.numels, strict=False)
-            for first in range(0, numel, self.block_size)
-        ]
-        columns = (
-            [start for start, _ in blocks],
-            [length for _, length in blocks],
-            range(self.num_blocks) if rows is None else rows,
+        Args:
+            rows: `[num_blocks]` int64, of their errors; None: 0, 1, 2, ...
+        """
+        numels, counts = (
+            torch.tensor(sizes, dtype=torch.int64).to(device)
+            for sizes in (self.numels, self.blocks_per_part)
         )
-        return BlockTable(self, *(torch.tensor(c, dtype=torch.int64).to(device) for c in columns))
+        number = torch.arange(self.num_blocks, dtype=torch.int64, device=device)
+
+        def of_block(of_part: Tensor) -> Tensor:
+            # With the size given, no GPU is asked for it.
+            return of_part.repeat_interleave(counts, output_size=self.num_blocks)
+
+        in_part = (number - of_block(counts.cumsum(0) - counts)) * self.block_size
+        return BlockTable(
+            wire=self.wire,
+            shard_numel=self.shard_numel,
+            aligned=all(numel % VECTOR_ELEMENTS == 0 for numel in self.numels),
+            starts=of_block(numels.cumsum(0) - numels) + in_part,
+            lengths=(of_block(numels) - in_part).clamp(max=self.block_size),
+            rows=number if rows is None else rows.to(device),
+        )
 
 
 class BlockTable(NamedTuple):
-    """Where each block of a shard is; the tensors are `[num_blocks]` int64.
+    """Where each block of a shard is: among its elements, in the error buffer and on the wire.
 
-    starts: the block's first element in the shard
-    lengths: its number of elements
-    rows: its row in the error buffer
+    wire: a row of the wire
+    shard_numel: elements of the shard
+    aligned: every part of the shard has a multiple of 8 elements
+    starts: the block's first element in the shard, `[num_blocks]` int64
+    lengths: its number of elements, `[num_blocks]` int64
+    rows: its row in the error buffer, `[num_blocks]` int64
+    row_starts: row r of the wire holds blocks `row_starts[r]` to `row_starts[r + 1]`, which is
+        excluded, from the start of the row on, `[wire_rows + 1]` int64. None: every row holds all
+        blocks, one row for each peer.
     """
 
-    layout: BlockLayout
+    wire: WireLayout
+    shard_numel: int
+    aligned: bool
     starts: Tensor
     lengths: Tensor
     rows: Tensor
+    row_starts: Tensor | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the shard; a row of the wire may have room for fewer."""
+        return self.starts.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        columns = (self.starts, self.lengths, self.rows, self.row_starts)
+        return sum(column.nbytes for column in columns if column is not None)
+
+    def in_rows(self, row_starts: Tensor) -> BlockTable:
+        """These blocks shared out over rows of a wire, each as long as the fullest needs.
+
+        Args:
+            row_starts: `[wire_rows + 1]` int64 from 0 to `num_blocks`, not decreasing; on the CPU,
+                or this waits for the device.
+        """
+        capacity = int(row_starts.diff().max())
+        return self._replace(
+            wire=WireLayout(capacity, self.wire.bits, self.wire.block_size),
+            row_starts=row_starts.to(self.starts.device),
+        )
+
+    def part(self, first: int, last: int, rows: Tensor) -> BlockTable:
+        """Blocks `first` to `last`, which is excluded, alone, for `decode_encode`.
+
+        Args:
+            rows: `[last - first]` int64, of their errors in a buffer of their own.
+        """
+        return self._replace(
+            wire=WireLayout(last - first, self.wire.bits, self.wire.block_size),
+            starts=self.starts[first:last],
+            lengths=self.lengths[first:last],
+            rows=rows.to(self.starts.device),
+            row_starts=None,
+        )

@@ -7,7 +7,6 @@ call the operators with plain tensors and numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from loco_fsdp.codec.backends import get_backend
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
-from loco_fsdp.codec.layout import BlockLayout, BlockTable
+from loco_fsdp.codec.layout import BlockTable, WireLayout
 
 _ENCODE_WRITES = ("wire", "squares", "nonfinite", "payload", "error_scale")
 
@@ -69,9 +68,12 @@ def _encode(
     starts: Tensor,
     lengths: Tensor,
     rows: Tensor,
-    numels: Sequence[int],
+    row_starts: Tensor | None,
+    wire_blocks: int,
     bits: int,
     block_size: int,
+    shard_numel: int,
+    aligned: bool,
     squares: Tensor,
     nonfinite: Tensor,
     payload: Tensor | None,
@@ -79,7 +81,8 @@ def _encode(
     beta: float,
     backend: str,
 ) -> None:
-    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    wire_layout = _wire_layout(wire_blocks, bits, block_size)
+    table = BlockTable(wire_layout, shard_numel, aligned, starts, lengths, rows, row_starts)
     error = _error(payload, error_scale)
     stats = EncodeStats(squares, nonfinite)
     get_backend(backend).encode(gradient, wire, table, stats, error, beta)
@@ -92,13 +95,17 @@ def _decode(
     starts: Tensor,
     lengths: Tensor,
     rows: Tensor,
-    numels: Sequence[int],
+    row_starts: Tensor | None,
+    wire_blocks: int,
     bits: int,
     block_size: int,
+    shard_numel: int,
+    aligned: bool,
     factor: float,
     backend: str,
 ) -> None:
-    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    wire_layout = _wire_layout(wire_blocks, bits, block_size)
+    table = BlockTable(wire_layout, shard_numel, aligned, starts, lengths, rows, row_starts)
     get_backend(backend).decode(wire, output, table, factor)
 
 
@@ -109,9 +116,12 @@ def _decode_encode(
     starts: Tensor,
     lengths: Tensor,
     rows: Tensor,
-    numels: Sequence[int],
+    row_starts: Tensor | None,
+    wire_blocks: int,
     bits: int,
     block_size: int,
+    shard_numel: int,
+    aligned: bool,
     squares: Tensor,
     nonfinite: Tensor,
     payload: Tensor | None,
@@ -120,7 +130,8 @@ def _decode_encode(
     factor: float,
     backend: str,
 ) -> None:
-    table = BlockTable(_layout(tuple(numels), bits, block_size), starts, lengths, rows)
+    wire_layout = _wire_layout(wire_blocks, bits, block_size)
+    table = BlockTable(wire_layout, shard_numel, aligned, starts, lengths, rows, row_starts)
     error = _error(payload, error_scale)
     stats = EncodeStats(squares, nonfinite)
     get_backend(backend).decode_encode(received, wire, table, stats, error, beta, factor)
@@ -133,12 +144,16 @@ def _returns_nothing(*args: object) -> None:
     pass
 
 
-_layout = lru_cache(maxsize=1024)(BlockLayout)  # keeps what a layout has worked out
+_wire_layout = lru_cache(maxsize=1024)(WireLayout)  # keeps what a layout has worked out
 
 
-def _flat(table: BlockTable) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int, int]:
-    layout = table.layout
-    return (*table[1:], layout.numels, layout.bits, layout.block_size)
+def _flat(
+    table: BlockTable,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, int, int, int, bool]:
+    """Tensors and a few numbers, however many parameters or blocks there are."""
+    wire, shard_numel, aligned, starts, lengths, rows, row_starts = table
+    sizes = (wire.num_blocks, wire.bits, wire.block_size, shard_numel, aligned)
+    return (starts, lengths, rows, row_starts, *sizes)
 
 
 def _error(payload: Tensor | None, scale: Tensor | None) -> ErrorState | None:

@@ -53,9 +53,9 @@ def quantize(x: Tensor, *, bits: int = 4, block_size: int = 256) -> QuantizedTen
     """
     LoCoConfig(bits=bits, block_size=block_size)  # names what is wrong
     check_gradient_dtype("quantize", x.dtype)
-    layout = BlockLayout((x.numel(),), bits, block_size)
-    h = eager.to_blocks(x.detach().reshape(1, -1).to(torch.float32), layout)[0]
-    scale = eager.block_scales(h, layout.place(x.device).lengths, bits)
+    table = BlockLayout((x.numel(),), bits, block_size).place(x.device)
+    h = eager.to_blocks(x.detach().reshape(1, -1).to(torch.float32), table)[0]
+    scale = eager.block_scales(h, table.lengths, bits)
     codes = eager.pack(eager.quantize_blocks(h, scale, bits), bits)
     return QuantizedTensor(codes, scale, x.shape, bits, block_size)
 

@@ -7,12 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
-from loco_fsdp.codec.layout import BlockTable
+from loco_fsdp.codec.layout import VECTOR_ELEMENTS, BlockTable
 from loco_kernels.compensate_quantize_pack import compensate_quantize_pack
 from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
 from loco_kernels.unpack_reduce_requantize import unpack_reduce_requantize
-
-_VECTOR_ELEMENTS = 8  # of 16 bits in a load of 16 bytes
 
 
 def encode(
@@ -29,14 +27,17 @@ def encode(
         wire,
         rows=table.rows,
         beta=beta,
-        **_blocks(table, gradient),
+        **_blocks(table),
+        **_rows_of_wire(table, gradient),
         **_state(stats, error),
     )
 
 
 def decode(wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
     """`eager.decode` in one launch."""
-    unpack_dequantize_reduce(wire, output, factor=factor, **_blocks(table, output))
+    unpack_dequantize_reduce(
+        wire, output, factor=factor, **_blocks(table), **_rows_of_wire(table, output)
+    )
 
 
 def decode_encode(
@@ -49,32 +50,34 @@ def decode_encode(
     factor: float = 1.0,
 ) -> None:
     """`eager.decode_encode` in one launch."""
-    blocks = _blocks(table, None)
-    del blocks["aligned"]  # neither gradient nor output is in memory
     unpack_reduce_requantize(
         received,
         wire,
         rows=table.rows,
         beta=beta,
         factor=factor,
-        **blocks,
+        **_blocks(table),
         **_state(stats, error),
     )
 
 
-def _blocks(table: BlockTable, elements: Tensor | None) -> dict[str, Any]:
-    """Where blocks are, on the wire and in `elements`."""
-    layout = table.layout
-    aligned = all(numel % _VECTOR_ELEMENTS == 0 for numel in layout.numels)
-    if elements is not None:
-        aligned = aligned and elements.data_ptr() % (_VECTOR_ELEMENTS * elements.itemsize) == 0
+def _blocks(table: BlockTable) -> dict[str, Any]:
     return {
         "starts": table.starts,
         "lengths": table.lengths,
-        "scales_offset": layout.scales_offset,
-        "bits": layout.bits,
-        "block_size": layout.block_size,
-        "aligned": aligned,
+        "scales_offset": table.wire.scales_offset,
+        "bits": table.wire.bits,
+        "block_size": table.wire.block_size,
+    }
+
+
+def _rows_of_wire(table: BlockTable, elements: Tensor) -> dict[str, Any]:
+    """Where blocks are on the wire, and whether `elements` move in vectors."""
+    begins_aligned = elements.data_ptr() % (VECTOR_ELEMENTS * elements.itemsize) == 0
+    return {
+        "row_starts": table.row_starts,
+        "wire_blocks": table.wire.num_blocks,
+        "aligned": table.aligned and begins_aligned,
     }
 
 
