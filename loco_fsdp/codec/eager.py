@@ -289,7 +289,7 @@ def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, table: BlockTable) 
     scale = scale.contiguous().view(torch.uint8).view(*scale.shape, 4)
     for part, values in zip(_parts_of_wire(wire, table), (packed, scale), strict=True):
         if table.row_starts is None:
-            part.copy_(values)
+            part[:, : table.num_blocks] = values
         else:
             part[_place_in_rows(table)] = values[0]
 
@@ -297,7 +297,9 @@ def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, table: BlockTable) 
 def _read_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
     """The inverse of `_write_wire`."""
     packed, scale = _parts_of_wire(wire, table)
-    if table.row_starts is not None:
+    if table.row_starts is None:
+        packed, scale = packed[:, : table.num_blocks], scale[:, : table.num_blocks]
+    else:
         place = _place_in_rows(table)
         packed, scale = packed[place].unsqueeze(0), scale[place].unsqueeze(0)
     return packed, scale.contiguous().view(torch.float32).squeeze(-1)

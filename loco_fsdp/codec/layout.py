@@ -130,7 +130,7 @@ class BlockLayout:
 class BlockTable(NamedTuple):
     """Where each block of a shard is: among its elements, in the error buffer and on the wire.
 
-    wire: a row of the wire
+    wire: a row of the wire, which may have room for more blocks than there are
     shard_numel: elements of the shard
     aligned: every part of the shard has a multiple of 8 elements
     starts: the block's first element in the shard, `[num_blocks]` int64
@@ -151,7 +151,7 @@ class BlockTable(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the shard; a row of the wire may have room for fewer."""
+        """Blocks of the table; a row of the wire may have room for fewer or more."""
         return self.starts.shape[0]
 
     @property
@@ -176,11 +176,13 @@ class BlockTable(NamedTuple):
     def part(self, first: int, last: int, rows: Tensor) -> BlockTable:
         """Blocks `first` to `last`, which is excluded, alone, for `decode_encode`.
 
+        They lie at the start of a row of the same wire: with `in_rows`, of one such as all ranks
+        that share these blocks out send.
+
         Args:
             rows: `[last - first]` int64, of their errors in a buffer of their own.
         """
         return self._replace(
-            wire=WireLayout(last - first, self.wire.bits, self.wire.block_size),
             starts=self.starts[first:last],
             lengths=self.lengths[first:last],
             rows=rows.to(self.starts.device),
