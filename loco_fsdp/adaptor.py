@@ -5,98 +5,77 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from loco_fsdp.agreement import Select, agreed_plans
+from loco_fsdp.agreement import Plan, Select, agreed_plans
 from loco_fsdp.all_reduce import LoCoAllReduce
 from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import fsdp_units
+from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units
+from loco_fsdp.groups import HopGroups, Route
+from loco_fsdp.notices import LATE, Notices
+from loco_fsdp.precision import without_autocast
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.reducer import Reducer
+from loco_fsdp.report import Report, UnitInfo, summarize, unit_info
 from loco_fsdp.stats import report
-from loco_fsdp.topology import HopCache, ranks_per_node
+from loco_fsdp.topology import ranks_per_node
 from loco_fsdp.workspace import Workspace
 
 logger = logging.getLogger("loco_fsdp")
 
 
-@dataclass(frozen=True)
-class UnitInfo:
-    """One FSDP unit as LoCo sees it.
-
-    Attributes:
-        name: names of its modules, from the module that was attached to.
-        numel: elements of its parameters, over all ranks of its shard group.
-        bits: of a code on the wire; `None` if the unit is bypassed.
-        error_bytes: bytes of its error buffer on this rank; 0 before its first reduction.
-        bypass_reason: why stock FSDP2 reduces it; `None` if it does not.
-    """
-
-    name: str
-    numel: int
-    bits: int | None
-    error_bytes: int
-    bypass_reason: str | None
-
-
 class LoCo:
     """What is attached to a model. Made by `attach` and by `LoCoFSDP`, not by hand."""
 
-    def __init__(self, reducers: Sequence[Reducer], workspace: Workspace) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        reducers: Sequence[Reducer],
+        workspace: Workspace,
+        notices: Notices,
+        groups: HopGroups,
+    ) -> None:
+        self._module: nn.Module | None = module
         self._reducers = reducers
         self._workspace = workspace
-        self._attached = True
+        self._groups = groups
+        self._last: Report | None = None
+        notices.late_units = self._late
         for reducer in reducers:
             reducer.install()
+            notices.say(reducer.unit.name, reducer.remarks, reducer.deciding_groups())
         if dist.get_rank() == 0:
             logger.info("%s", self.summary())
 
     @property
+    def attached(self) -> bool:
+        """False after `detach`."""
+        return self._last is None
+
+    @property
     def units(self) -> list[UnitInfo]:
         """The FSDP units of the model, in the order of `named_modules`."""
-        return [
-            UnitInfo(
-                reducer.unit.name,
-                reducer.unit.numel,
-                reducer.bits if reducer.inactive_reason is None else None,
-                reducer.error_bytes,
-                reducer.inactive_reason,
-            )
-            for reducer in self._reducers
-        ]
+        if self._last is not None:
+            return list(self._last.units)
+        known = [unit_info(reducer) for reducer in self._reducers]
+        return [*known, *(UnitInfo(unit.name, unit.numel, None, 0, LATE) for unit in self._late())]
+
+    def _late(self) -> list[FSDPUnit]:
+        """Units that `fully_shard` has made since."""
+        keys = {reducer.unit.key for reducer in self._reducers}
+        found = [] if self._module is None else fsdp_units(self._module)
+        return [unit for unit in found if unit.key not in keys]
 
     def summary(self) -> str:
         """A table of the units; logged once on rank 0, to the logger "loco_fsdp" at INFO."""
-        rows = [("FSDP unit", "elements", "bits", "error bytes", "bypassed because")]
-        for unit in self.units:
-            bits = "-" if unit.bits is None else str(unit.bits)
-            reason = unit.bypass_reason or ""
-            rows.append((unit.name, f"{unit.numel:,}", bits, f"{unit.error_bytes:,}", reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [row[column].rjust(widths[column]) for column in (1, 2, 3)]
-                + [row[4]]
-            ).rstrip()
-            for row in rows
-        ]
-        notes = []
-        if self._workspace.nbytes:
-            notes.append(f"Buffers to send and to receive: {self._workspace.nbytes:,} bytes")
-        if any(r.unit.replicas > 1 and not isinstance(r, LoCoAllReduce) for r in self._reducers):
-            notes.append(
-                "The all-reduce over replicas stays in full precision: shard the model with "
-                "LoCoFSDP(model, mesh=mesh) to reduce over replicas in low bits instead"
-            )
-        return "\n".join(["LoCo on:", *lines, *notes])
+        return summarize(self.units, self._workspace.nbytes)
 
+    @without_autocast
     def stats(self) -> dict[str, float]:
         """What was sent so far, over all units of this rank.
 
@@ -104,34 +83,43 @@ class LoCo:
 
         `wire_bytes`: bytes that this rank sent to other ranks to reduce gradients;
         `inter_node_bytes`: those of them that went to other nodes;
-        `baseline_bytes`: bytes that a ring reduce-scatter in the reduce dtype would have sent;
+        `full_precision_bytes`: those of them that were not compressed, but for the first hop of
+        "hierarchical";
+        `baseline_bytes`: bytes that a ring in the reduce dtype would have sent;
         `compression_ratio`: `baseline_bytes / wire_bytes`, 1 before the first reduction;
         `relative_error`: norm of what the last reductions could not send over the norm of
         gradient + error;
         `error_norm`: norm of the error buffers;
         `nonfinite_blocks`: blocks sent as NaN;
-        `reductions`, `bypassed_reductions`: compressed ones, and those by stock FSDP2;
+        `spikes`: reductions whose error was dropped because of `LoCoConfig.spike_limit`;
+        `reductions`, `bypassed_reductions`: compressed ones, and those in full precision;
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart;
-        `error_bytes`, `buffer_bytes`: memory of the errors, and of the buffers to send and to
-        receive, which all units share.
+        `error_bytes`, `table_bytes`, `buffer_bytes`: memory of the errors, of the tables of blocks,
+        and of the buffers to send and to receive, which all units share.
 
         Squares are summed in float32: `relative_error` and `error_norm` are not finite once values
-        exceed 1e18 or so.
+        exceed 1e18 or so. After `detach` these are the numbers from then.
         """
-        counters = [reducer.counters for reducer in self._reducers]
+        if self._last is not None:
+            return dict(self._last.stats)
         rows = [row for unit_rows in self._measured() for row in unit_rows]
         return {
-            **report(counters, rows),
+            **report([reducer.counters for reducer in self._reducers], rows),
             "error_bytes": float(sum(reducer.error_bytes for reducer in self._reducers)),
+            "table_bytes": float(sum(reducer.table_bytes for reducer in self._reducers)),
             "buffer_bytes": float(self._workspace.nbytes),
         }
 
+    @without_autocast
     def unit_stats(self) -> dict[str, dict[str, float]]:
         """`stats` of each FSDP unit alone, by its name; without `buffer_bytes`, as it has none."""
+        if self._last is not None:
+            return {name: dict(stats) for name, stats in self._last.unit_stats.items()}
         return {
             reducer.unit.name: {
                 **report([reducer.counters], rows),
                 "error_bytes": float(reducer.error_bytes),
+                "table_bytes": float(reducer.table_bytes),
             }
             for reducer, rows in zip(self._reducers, self._measured(), strict=True)
         }
@@ -156,48 +144,59 @@ class LoCo:
     def paused(self) -> Iterator[None]:
         """Reduce in full precision, as stock FSDP2, while this is open. Enter it on all ranks."""
         for reducer in self._reducers:
-            reducer.paused = True
-            reducer.choose_scaling()
+            reducer.pauses += 1
         try:
             yield
         finally:
-            for reducer in self._reducers:
-                reducer.paused = False
-                if self._attached:
-                    reducer.choose_scaling()
+            for reducer in self._reducers:  # none any more, if it was detached meanwhile
+                reducer.pauses -= 1
 
     def detach(self) -> None:
-        """Give the model back to stock FSDP2 and free the buffers; what was counted stays.
+        """Give the model back to stock FSDP2, and free buffers and groups. Call it on all ranks.
+
+        What was counted stays, and nothing of the model is held any more. Replicas of a model of
+        `LoCoFSDP` on a 2-D mesh go on being reduced, in full precision; `attach(model)` compresses
+        them again.
 
         Raises:
             RuntimeError: it is detached already.
         """
-        if not self._attached:
+        if not self.attached:
             raise RuntimeError("this LoCo is detached already: attach(model) makes a new one")
         for reducer in self._reducers:
             reducer.remove()
         self._workspace.free()
-        self._attached = False
+        self._last = Report(self.units, self.stats(), self.unit_stats())
+        self._module, self._reducers = None, ()
+        self._groups.release()
 
+    @without_autocast
     def state_dict(self, *, error: bool = True) -> dict[str, bytes]:
         """The state of this rank, for `torch.distributed.checkpoint` or any other checkpoint.
 
         One entry, whose key names the rank, as every rank's error is its own. Its bytes are a copy
         of the errors at this moment, counters, what was attached, and versions. Call it between two
-        optimizer steps, on all ranks.
+        optimizer steps, on all ranks. After `detach` it holds nothing, and warns.
 
         Args:
             error: False: without the errors, which are most of it (docs/checkpointing.md says how
                 much); they start at 0 after loading.
         """
+        if not self.attached and dist.get_rank() == 0:
+            logger.warning(
+                "the state of a LoCo that is detached holds no errors: save that of the LoCo which "
+                "attach(model) has returned since"
+            )
         return save_state(self._reducers, error)
 
+    @without_autocast
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = False) -> None:
         """Go on from `state_dict()`. A collective: call it on all ranks.
 
         With the same ranks, topology and configuration everything is as it was. Otherwise counters
         are, and the errors that do not fit start at 0, as after a reset; a warning on the first
-        rank says why.
+        rank says why. Gradients of an accumulation that wait for the all-reduce of `LoCoFSDP` on a
+        2-D mesh are given up.
 
         Args:
             state_dict: as `state_dict()` made it on the same rank, or filled by
@@ -210,11 +209,11 @@ class LoCo:
                 Raised on all ranks; nothing is loaded then.
             RuntimeError: this LoCo is detached.
         """
-        if not self._attached:
+        if not self.attached:
             raise RuntimeError("this LoCo is detached: load into a new one, made by attach(model)")
         load_state(self._reducers, state_dict, strict)
         for reducer in self._reducers:
-            reducer.choose_scaling()
+            reducer.forget_deferred()
 
 
 def attach(
@@ -226,7 +225,8 @@ def attach(
     backward.
 
     Args:
-        module: holds modules that `torch.distributed.fsdp.fully_shard` was applied to.
+        module: holds modules that `torch.distributed.fsdp.fully_shard` was applied to. Of a model
+            of `LoCoFSDP` that was detached, `model.loco` becomes the new `LoCo`.
         config: how to compress; `None`: `LoCoConfig()`.
         select: called with the name and the module of every FSDP unit. True: compress it, False:
             leave it to stock FSDP2, a `LoCoConfig`: compress it in that way. Must answer the same
@@ -236,20 +236,11 @@ def attach(
         The `LoCo` of this model.
 
     Raises:
-        ValueError: no FSDP unit in `module`, LoCo or another custom reduce-scatter is there
-            already, or the ranks do not agree. Then nothing is attached, on any rank.
+        ValueError: no FSDP unit in `module`, or only a part of one; LoCo or another custom
+            reduce-scatter is there already; or the ranks do not agree. Then nothing is attached, on
+            any rank.
         TypeError: `config` is no `LoCoConfig`, or `select` returned something else than it may.
     """
-    return attach_to(module, config, select, replicas=None)
-
-
-def attach_to(
-    module: nn.Module,
-    config: LoCoConfig | None,
-    select: Select | None,
-    replicas: dist.ProcessGroup | None,
-) -> LoCo:
-    """`attach`; with `replicas`, to the all-reduce over them instead of to the reduce-scatter."""
     if not dist.is_initialized():
         raise ValueError("attach needs torch.distributed: call init_process_group first")
     units = list(fsdp_units(module))
@@ -258,35 +249,50 @@ def attach_to(
             f"attach found no FSDP unit in {type(module).__name__}: apply "
             "torch.distributed.fsdp.fully_shard first, or use LoCoFSDP, which does both"
         )
-    plans = agreed_plans(units, config, select, replicas)
-    workspace, hop_groups = Workspace(), HopCache()
-    reducers: list[Reducer] = []
-    for plan in plans:
-        node_size = ranks_per_node(plan.config.node_size)
-        if replicas is not None:
-            reducers.append(
-                LoCoAllReduce(
-                    plan.unit,
-                    plan.config,
-                    plan.bypass_reason,
-                    group=replicas,
-                    backend=plan.backend,
-                    node_size=node_size,
-                    workspace=workspace,
-                )
-            )
-            continue
-        bypassed = plan.bypass_reason is not None
-        groups = None if bypassed else hop_groups.hops(plan.unit.process_groups[0], plan.config)
-        reducers.append(
-            LoCoReduceScatter(
-                plan.unit,
-                plan.config,
-                plan.bypass_reason,
-                backend=plan.backend,
-                groups=groups,
-                node_size=node_size,
-                workspace=workspace,
-            )
+    plans = agreed_plans(units, config, select)
+    parts = _Parts(Workspace(), Notices(), HopGroups())
+    loco = LoCo(module, [_reducer(plan, parts) for plan in plans], *parts)
+    for submodule in module.modules():
+        earlier = vars(submodule).get("loco")
+        if isinstance(earlier, LoCo) and not earlier.attached:
+            submodule.loco = loco  # type: ignore[assignment]
+    return loco
+
+
+class _Parts(NamedTuple):
+    """What the reducers of one `LoCo` share."""
+
+    workspace: Workspace
+    notices: Notices
+    groups: HopGroups
+
+
+def _reducer(plan: Plan, parts: _Parts) -> Reducer:
+    """What reduces a unit as planned."""
+    workspace, notices, groups = parts
+    node_size = ranks_per_node(plan.config.node_size)
+    if plan.replicas is not None:
+        return LoCoAllReduce(
+            plan.unit,
+            plan.config,
+            plan.bypass_reason,
+            hook=plan.replicas,
+            backend=plan.backend,
+            node_size=node_size,
+            workspace=workspace,
+            notices=notices,
         )
-    return LoCo(reducers, workspace)
+    route = Route(None, None)
+    if plan.bypass_reason is None:
+        route = groups.acquire(plan.unit.process_groups[0], plan.config)
+    return LoCoReduceScatter(
+        plan.unit,
+        plan.config,
+        plan.bypass_reason,
+        backend=plan.backend,
+        groups=route.hops,
+        topology_reason=route.reason,
+        node_size=node_size,
+        workspace=workspace,
+        notices=notices,
+    )

@@ -15,6 +15,7 @@ from loco_fsdp.codec import choose_backend
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
 from loco_fsdp.reducer import Reducer
+from loco_fsdp.replicas import ReplicaAllReduce, replicas_of
 from loco_fsdp.topology import gather
 
 Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
@@ -29,19 +30,20 @@ class Plan:
         config: how it is compressed.
         backend: what runs its codec.
         bypass_reason: why it stays in full precision; None if it does not.
+        replicas: what keeps its replicas equal, if its model was sharded inside of each alone.
     """
 
     unit: FSDPUnit
     config: LoCoConfig
     backend: str
     bypass_reason: str | None
+    replicas: ReplicaAllReduce | None
 
 
 def agreed_plans(
     units: list[FSDPUnit],
     config: LoCoConfig | None,
     select: Select | None,
-    replicas: dist.ProcessGroup | None,
 ) -> list[Plan]:
     """The plans of all units, after all ranks of their groups have made the same ones.
 
@@ -51,11 +53,12 @@ def agreed_plans(
     error: Exception | None = None
     plans: list[Plan] = []
     try:
-        plans = [_plan(unit, _checked(config), select, replicas) for unit in units]
+        plans = [_plan(unit, _checked(config), select) for unit in units]
     except Exception as raised:
         error = raised
     groups = [group for unit in units for group in unit.process_groups]
-    _agree([*groups, *([replicas] if replicas is not None else [])], plans, error)
+    hooks = [replicas_of(unit) for unit in units]
+    _agree([*groups, *(hook.group for hook in hooks if hook is not None)], plans, error)
     return plans
 
 
@@ -67,14 +70,15 @@ def _checked(config: LoCoConfig | None) -> LoCoConfig:
     return config
 
 
-def _plan(
-    unit: FSDPUnit,
-    config: LoCoConfig,
-    select: Select | None,
-    replicas: dist.ProcessGroup | None,
-) -> Plan:
+def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> Plan:
     """What to do with one FSDP unit; raises what `attach` raises."""
-    if isinstance(unit.reduce_scatter, Reducer) or isinstance(unit.all_reduce_hook, Reducer):
+    if unit.outside:
+        raise ValueError(
+            f"FSDP unit {unit.name!r} has parameters outside of the module to attach to "
+            f"({', '.join(unit.outside[:3])}): attach to one that holds all of the unit"
+        )
+    hook = replicas_of(unit)
+    if isinstance(unit.watcher, Reducer) or (hook is not None and hook.compressor is not None):
         raise ValueError(
             f"FSDP unit {unit.name!r} has LoCo attached already: call detach() on that LoCo first"
         )
@@ -91,18 +95,20 @@ def _plan(
             f"select({unit.name!r}, ...) returned {choice!r}: "
             "it must be True, False or a LoCoConfig"
         )
-    if replicas is not None and config.topology != "auto":
+    if hook is not None and config.topology != "auto":
         raise ValueError(
             f'topology={config.topology!r}: on a 2-D mesh it must be "auto", which reduces in low '
             "bits over replicas"
         )
     backend = choose_backend(config.backend, unit.device)
-    peers = unit.world_size if replicas is None else replicas.size()
-    return Plan(unit, config, backend, _bypass_reason(unit, config, bool(choice), peers))
+    peers = unit.world_size if hook is None else hook.group.size()
+    return Plan(unit, config, backend, _bypass_reason(unit, config, bool(choice), peers), hook)
 
 
 def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: int) -> str | None:
     """Why stock FSDP2 has to reduce this unit for good; equal on all ranks."""
+    if peers == 1 and unit.replicas > 1:
+        return "not sharded: only the all-reduce of a LoCoFSDP model is compressed"
     if peers == 1:
         return "group of one rank: nothing to send"
     if not selected:

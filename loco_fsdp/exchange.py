@@ -81,3 +81,7 @@ def exchange_pieces(
 def _parts(tensor: Tensor, sizes: list[int] | None, world_size: int) -> list[Tensor]:
     flat = tensor.view(-1)
     return list(flat.split_with_sizes(sizes or [flat.numel() // world_size] * world_size))
+
+
+def gather_rows(receive: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:
+    exchange_pieces([[r] for r in receive], [[row.view(-1)]] * group.size(), group)

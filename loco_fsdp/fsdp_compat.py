@@ -8,10 +8,13 @@ What is private here, and why:
   several meshes has several; nothing public tells.
 - `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
   this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
-- `FSDPParamGroup._reduce_scatter_comm`, `._all_reduce_hook`, `.force_sum_reduction_for_comms`: to
-  put back what was there. The setters of `FSDPModule` set them for one group of a module only.
-- `FSDPParamGroup.all_reduce_grads`, `.gradient_divide_factor`: what the user has set, which an
-  all-reduce hook has to follow.
+- `FSDPParamGroup._reset_iter_state`: gradients that wait for an all-reduce are forgotten with it.
+- `FSDPParamGroup._reduce_scatter_comm`, `._all_reduce_hook`: to put back what was there. The
+  setters of `FSDPModule` set them for one group of a module only.
+- `FSDPParamGroup.reduce_grads`, `.all_reduce_grads`, `.gradient_divide_factor`: what the user has
+  set, which a reduction has to follow.
+- `FSDPParam.unsharded_accumulated_grad`, `._unsharded_param`: who has a gradient; and a gradient of
+  zeros for a parameter whose earlier gradients wait for this all-reduce.
 - `torch.distributed.distributed_c10d._world.pg_names`, `.group_count`: `new_group` makes names from
   the length of the one, and from torch 2.14 on from the other.
 - `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
@@ -19,7 +22,7 @@ What is private here, and why:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -27,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+AllReduceHook = Callable[[Tensor], None]
 
 
 class ReduceScatter(Protocol):
@@ -46,6 +51,22 @@ class ReduceScatter(Protocol):
     ) -> dist.Work | None: ...
 
 
+class Watcher(Protocol):
+    """What is told when FSDP2 reduces a unit."""
+
+    def owed(self) -> Collection[int]:
+        """Parameters that have to take part in the next reduction, with or without a gradient."""
+
+    def before_reduction(self) -> None:
+        """The unit's gradients are about to be packed."""
+
+    def after_reduction(self) -> None:
+        """Its sharded gradients are there, or those of an accumulation are put by."""
+
+    def forget_iteration(self) -> None:
+        """The user gives up the iteration: `FSDPModule.reset_iter_state`."""
+
+
 class FSDPUnit:
     """What FSDP2 shards and reduces together: one parameter group of one `fully_shard` call.
 
@@ -55,8 +76,7 @@ class FSDPUnit:
         parameter_names: names of its parameters, in the order in which they are packed.
         shard_numels: elements of each parameter in one rank's part of the flat gradient, with the
             padding of dim 0.
-        active: indices of the parameters in the gradient that is being reduced. Kept up to date
-            between `watch` and `unwatch`.
+        outside: its parameters that the module that was searched does not hold.
     """
 
     def __init__(
@@ -65,14 +85,26 @@ class FSDPUnit:
         self.name = name
         self.modules = modules
         self._group = group
+        holders = [(param._module_info.module, param._module_info) for param in group.fsdp_params]
         self.parameter_names = tuple(
-            _join(names[param._module_info.module], param._module_info.param_name)
-            for param in group.fsdp_params
+            _join(names.get(module, type(module).__name__), info.param_name)
+            for module, info in holders
+        )
+        self.outside = tuple(
+            parameter_name
+            for parameter_name, (module, _) in zip(self.parameter_names, holders, strict=True)
+            if module not in names
         )
         self.shard_numels = tuple(
             param.padded_sharded_param_size.numel() for param in group.fsdp_params
         )
-        self.active: tuple[int, ...] = ()
+        self._active: tuple[int, ...] | None = None
+        self._watched: _Watched | None = None
+
+    @property
+    def key(self) -> int:
+        """The same for all `FSDPUnit` of one parameter group."""
+        return id(self._group)
 
     @property
     def numel(self) -> int:
@@ -86,15 +118,22 @@ class FSDPUnit:
 
     @property
     def replicas(self) -> int:
-        """Replicas that FSDP2 itself reduces over; 1 unless its mesh is 2-D."""
+        """Replicas that FSDP2 itself reduces over; 1 unless it replicates."""
         return int(getattr(self._group.mesh_info, "replicate_mesh_size", 1))
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The shard group and, if the mesh is 2-D, the group of replicas."""
-        mesh_info = self._group.mesh_info
-        names = ("shard_process_group", "replicate_process_group")
-        return [getattr(mesh_info, name) for name in names if hasattr(mesh_info, name)]
+        """The shard group and, where FSDP2 replicates, the group of replicas."""
+        return [group for group in (self._shard_group, self.replicate_group) if group is not None]
+
+    @property
+    def _shard_group(self) -> dist.ProcessGroup | None:
+        return getattr(self._group.mesh_info, "shard_process_group", None)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The group that FSDP2 itself all-reduces over, if it does."""
+        return getattr(self._group.mesh_info, "replicate_process_group", None)
 
     @property
     def device(self) -> torch.device:
@@ -106,19 +145,11 @@ class FSDPUnit:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype that gradients are reduced in; frozen parameters may have others."""
         policy = self._group.mp_policy
-        params = [param.sharded_param for param in self._group.fsdp_params]
-        trained = next((param for param in params if param.requires_grad), params[0])
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or trained.dtype
+        dtype: torch.dtype | None = policy.reduce_dtype or policy.param_dtype
+        if dtype is None:
+            params = [param.sharded_param for param in self._group.fsdp_params]
+            dtype = next((param.dtype for param in params if param.requires_grad), params[0].dtype)
         return dtype
-
-    @property
-    def force_sum(self) -> bool:
-        """Whether FSDP2 divides by itself and asks the reduce-scatter for sums only."""
-        return bool(self._group.force_sum_reduction_for_comms)
-
-    @force_sum.setter
-    def force_sum(self, enable: bool) -> None:
-        self._group.force_sum_reduction_for_comms = enable
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
@@ -131,13 +162,13 @@ class FSDPUnit:
         self._group._reduce_scatter_comm = comm
 
     @property
-    def all_reduce_hook(self) -> Callable[[Tensor], None] | None:
+    def all_reduce_hook(self) -> AllReduceHook | None:
         """What FSDP2 calls with the unit's reduced shard."""
-        hook: Callable[[Tensor], None] | None = self._group._all_reduce_hook
+        hook: AllReduceHook | None = self._group._all_reduce_hook
         return hook
 
     @all_reduce_hook.setter
-    def all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
+    def all_reduce_hook(self, hook: AllReduceHook | None) -> None:
         self._group._all_reduce_hook = hook
 
     @property
@@ -151,23 +182,115 @@ class FSDPUnit:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
-    def watch(self) -> None:
-        """Keep `active` up to date from now on."""
-        group = self._group
+    @property
+    def watcher(self) -> Watcher | None:
+        """What `watch` was called with, on this or on another `FSDPUnit` of the group."""
+        watched = vars(self._group).get("_loco_watched")
+        return None if watched is None else watched.watcher
 
-        def watched_post_backward(*unused: Any) -> Any:
-            self.active = tuple(
-                index
-                for index, param in enumerate(group.fsdp_params)
-                if _has_gradient(group, param)
-            )
-            return type(group).post_backward(group, *unused)
-
-        group.post_backward = watched_post_backward
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of reductions, and keep track of who has a gradient, from now on."""
+        self._watched = _Watched(self._group, watcher, self._note_active)
 
     def unwatch(self) -> None:
         """Undo `watch`."""
-        del self._group.post_backward  # the instance attribute; the method is the class's
+        assert self._watched is not None
+        self._watched.stop()
+        self._watched = self._active = None
+
+    def _note_active(self, owed: Collection[int]) -> bool:
+        """Find out who takes part in the next reduction; whether anybody does."""
+        params = self._group.fsdp_params
+        active = [i for i, param in enumerate(params) if _has_gradient(self._group, param)]
+        if missing := sorted(set(owed).difference(active)):
+            self._add_zero_gradients(missing, active)
+            active = sorted((*active, *missing))
+        self._active = tuple(active)
+        return bool(active)
+
+    def _add_zero_gradients(self, missing: list[int], active: list[int]) -> None:
+        params = self._group.fsdp_params
+        accumulated = [params[index].unsharded_accumulated_grad for index in active]
+        dtype = next((grad.dtype for grad in accumulated if grad is not None), None)
+        for index in missing:
+            unsharded = params[index]._unsharded_param
+            if dtype is None:
+                unsharded.grad = torch.zeros_like(unsharded)
+            else:  # FSDP2 wants all gradients of a reduction in one dtype
+                params[index].unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
+
+    @property
+    def active(self) -> tuple[int, ...] | None:
+        """Indices of the parameters in the gradient that is being reduced.
+
+        None where that is not known: FSDP2 did not go through what `watch` has put in its place.
+        """
+        return self._active
+
+    def forget_active(self) -> None:
+        """The gradient is reduced: what is known of it must not be taken for the next one's."""
+        self._active = None
+
+    def without_gradient(self) -> list[int]:
+        """Parameters of the reduction that have no sharded gradient yet."""
+        params = self._group.fsdp_params
+        return [i for i in self._active or () if params[i].sharded_param.grad is None]
+
+    def clear_gradients(self, parameters: list[int]) -> None:
+        """Take the sharded gradients of these parameters away."""
+        for index in parameters:
+            self._group.fsdp_params[index].sharded_param.grad = None
+
+
+class _Watched:
+    """Stands in for two methods of one parameter group, until `stop`."""
+
+    def __init__(
+        self, group: Any, watcher: Watcher, note_active: Callable[[Collection[int]], bool]
+    ) -> None:
+        self.watcher: Watcher | None = watcher
+        self._group = group
+        self._note_active = note_active
+        self._before = {
+            name: vars(group).get(name) for name in ("post_backward", "_reset_iter_state")
+        }
+        group.post_backward = self._post_backward
+        if hasattr(type(group), "_reset_iter_state"):  # torch 2.13
+            group._reset_iter_state = self._reset_iter_state
+        group._loco_watched = self
+
+    def stop(self) -> None:
+        """Put back what was there. What somebody else has put over it since stays, and calls us."""
+        self.watcher = None
+        del self._group._loco_watched
+        for name, before in self._before.items():
+            if vars(self._group).get(name) != getattr(self, f"_{name.lstrip('_')}"):
+                continue
+            if before is None:
+                delattr(self._group, name)
+            else:
+                setattr(self._group, name, before)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        before = self._before[name]
+        # Not bound when this was made: somebody may replace the method of the class.
+        return before(*args) if before else getattr(type(self._group), name)(self._group, *args)
+
+    def _post_backward(self, *unused: Any) -> Any:
+        watcher = self.watcher
+        if watcher is None or not self._group.reduce_grads:
+            return self._call("post_backward", *unused)
+        if not self._note_active(watcher.owed()):
+            return self._call("post_backward", *unused)
+        watcher.before_reduction()
+        result = self._call("post_backward", *unused)
+        watcher.after_reduction()
+        return result
+
+    def _reset_iter_state(self) -> None:
+        if self.watcher is not None:
+            self.watcher.forget_iteration()
+        self._call("_reset_iter_state")
 
 
 def fsdp_units(module: nn.Module) -> Iterator[FSDPUnit]:

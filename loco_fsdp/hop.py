@@ -82,7 +82,7 @@ class Hop:
                 gradient,
                 wire,
                 table,
-                self._stats(wire.shape[0], table),
+                self._stats(gradient.shape[0], table),
                 self.error.state if feedback else None,
                 self._beta,
                 backend=self._backend,

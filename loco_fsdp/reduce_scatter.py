@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,22 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import FSDPUnit, reduce_scatters
 from loco_fsdp.hop import Hop
+from loco_fsdp.notices import Notices
+from loco_fsdp.precision import without_autocast
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.topology import Hops, remote_peers
 from loco_fsdp.workspace import Workspace
 
-# Sets of parameters with a gradient whose blocks are kept; a mixture of experts has many.
-_MAX_TABLES = 64
+
+class _Plan(NamedTuple):
+    """The blocks of a reduction, and whether their errors are used."""
+
+    table: BlockTable
+    feedback: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
 
 
 class LoCoReduceScatter(Reducer):
@@ -32,18 +41,20 @@ class LoCoReduceScatter(Reducer):
     1. Encode: add the error to the gradient, quantize and pack it for every rank of the group, and
        update the error.
     2. Exchange of the packed bytes: each rank gets what all ranks sent for its shard.
-    3. Decode: sum the shard over all ranks in float32, in the order of ranks, and cast it.
+    3. Decode: sum the shard over all ranks in float32, in the order of ranks, scale and cast it.
 
     Hierarchical, where `groups` are given: first a reduce-scatter inside the node in the dtype of
     the gradient, one for each node that the result is for, or with `intra_node_bits` the three
     steps above inside the node; then the three steps with the node's sum instead of the gradient,
     between ranks at the same place in their nodes.
 
+    What goes over the wire are parts of sums, and the sum is scaled as FSDP2 asks in each call: by
+    AVG, SUM or PREMUL_SUM. So compressed reductions and those of stock FSDP2, which reduces while
+    `bypassed` is set, give gradients of the same scale, and may take turns in an accumulation.
+
     FSDP2 calls `allocate` for `input_tensor` `[world_size * shard]` on the compute stream and for
     `output_tensor` `[shard]` on the reduce-scatter stream, then this object on the latter. The
     object owns the error buffer, made and used on that stream.
-
-    While `bypassed` is set stock FSDP2 reduces: the result is bitwise its own.
     """
 
     def __init__(
@@ -56,16 +67,22 @@ class LoCoReduceScatter(Reducer):
         groups: Hops | None,
         node_size: int,
         workspace: Workspace,
+        notices: Notices,
+        topology_reason: str | None = None,
     ) -> None:
-        super().__init__(unit, config, bypass_reason)
+        super().__init__(
+            unit,
+            config,
+            bypass_reason,
+            node_size=node_size,
+            notices=notices,
+            topology_reason=topology_reason,
+        )
         self._groups = groups
         self._hop, self._intra_hop = self._make_hops(backend)
         self.hops = [hop for hop in (self._hop, self._intra_hop) if hop is not None]
-        self._node_size = node_size
         self._workspace = workspace
         self._stock = unit.reduce_scatter
-        self._stock_force_sum = unit.force_sum
-        self._table = lru_cache(_MAX_TABLES)(self._make_table)
 
     def _make_hops(self, backend: str) -> tuple[Hop, Hop | None]:
         """The exchange that is always there, and the one inside the node."""
@@ -89,20 +106,15 @@ class LoCoReduceScatter(Reducer):
     def install(self) -> None:
         """Make FSDP2 call this object."""
         self.unit.reduce_scatter = self
-        self.unit.watch()
-        self.choose_scaling()
+        self.unit.watch(self)
 
     def remove(self) -> None:
         """Put back what was there before `install`, and free the error buffers."""
-        self.unit.force_sum = self._stock_force_sum
         self.unit.unwatch()
-        self.unit.reduce_scatter = self._stock
+        if self.unit.reduce_scatter is self:  # else the user has set another one since
+            self.unit.reduce_scatter = self._stock
         self.bypass_reason = "detached"
         self.free_error()
-
-    def forget_tables(self) -> None:
-        """Place blocks anew: the width, or the rows of the errors have changed."""
-        self._table.cache_clear()
 
     @property
     def inactive_reason(self) -> str | None:
@@ -111,9 +123,31 @@ class LoCoReduceScatter(Reducer):
             return "another reduce-scatter was set after attaching"
         return super().inactive_reason
 
-    def choose_scaling(self) -> None:
-        """Let FSDP2 divide, and only sum here; its own way where its own reduce-scatter runs."""
-        self.unit.force_sum = self._stock_force_sum if self.bypassed else True
+    @property
+    def remarks(self) -> list[str]:
+        """Also that another reduce-scatter has taken over."""
+        if self.bypass_reason is None and self.unit.reduce_scatter is not self:
+            return ["not compressed: another reduce-scatter was set after attaching"]
+        return super().remarks
+
+    def owed(self) -> tuple[int, ...]:
+        """Nobody: no gradient waits here."""
+        return ()
+
+    def after_reduction(self) -> None:
+        """Count what FSDP2 has sent between replicas, where it reduces over them itself."""
+        group = self.unit.replicate_group
+        if group is not None and self.unit.all_reduce_grads:
+            numel = sum(self.unit.shard_numels[index] for index in self.unit.active or ())
+            num_bytes = numel * self.unit.reduce_dtype.itemsize
+            ring_bytes = 2 * num_bytes * (group.size() - 1) // group.size()
+            self.counters.add_full_precision(
+                ring_bytes, self.leaves_node(group), is_whole=self.unit.world_size == 1
+            )
+        self.unit.forget_active()
+
+    def forget_iteration(self) -> None:
+        """Nothing: what FSDP2 accumulates it forgets itself."""
 
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
@@ -121,6 +155,7 @@ class LoCoReduceScatter(Reducer):
         """Memory for the input or the output of a reduction, as stock FSDP2 makes it."""
         return self._stock.allocate(size, dtype=dtype, device=device)
 
+    @without_autocast
     def __call__(
         self,
         output_tensor: Tensor,
@@ -132,43 +167,48 @@ class LoCoReduceScatter(Reducer):
         """Reduce `input_tensor` `[world_size * shard]` into `output_tensor` `[shard]`.
 
         Raises:
-            ValueError: `op` is not SUM, `async_op` is set, or the sizes do not fit the group.
+            ValueError: `op` is none of SUM, AVG and PREMUL_SUM, `async_op` is set, or the sizes do
+                not fit the group.
             TypeError: the gradient has a dtype that the codec does not take.
             RuntimeError: with `check_ranks`, the ranks do not reduce the same.
         """
-        self.check_ranks(input_tensor, group)
+        self.check_ranks(input_tensor, self.unit.active, group)
         world_size = group.size()
         baseline_bytes = input_tensor.nbytes // world_size * (world_size - 1)
-        work = None
         if self.bypassed:
-            work = self._stock(output_tensor, input_tensor, group, op, async_op)
-            next_rank = dist.get_process_group_ranks(group)[(group.rank() + 1) % world_size]
-            leaves_node = next_rank // self._node_size != dist.get_rank() // self._node_size
-            self.counters.add_bypassed(baseline_bytes, leaves_node)
+            self.counters.add_full_precision(baseline_bytes, self.leaves_node(group), is_whole=True)
+            return self._stock(output_tensor, input_tensor, group, op, async_op)
+        factor = self._factor(op, world_size)
+        self._check(output_tensor, input_tensor, world_size, async_op)
+        rows = input_tensor.view(world_size, -1)
+        if self._groups is None:
+            row_bytes = self._exchange(rows, output_tensor, group, factor)
+            remote = remote_peers(group, self._node_size)
+            self.end_reduction(row_bytes * (world_size - 1), row_bytes * remote, baseline_bytes)
         else:
-            self._check(output_tensor, input_tensor, world_size, op, async_op)
-            rows = input_tensor.view(world_size, -1)
-            if self._groups is None:
-                wire_bytes = self._exchange(rows, output_tensor, group)
-                sent, sent_to_nodes = world_size - 1, remote_peers(group, self._node_size)
-                self.end_reduction(wire_bytes * sent, wire_bytes * sent_to_nodes, baseline_bytes)
-            else:
-                intra, inter = self._groups.intra, self._groups.inter
-                node_sum, intra_bytes = self._reduce_inside_node(rows, intra)
-                wire_bytes = self._exchange(node_sum, output_tensor, inter) * (inter.size() - 1)
-                self.end_reduction(wire_bytes + intra_bytes, wire_bytes, baseline_bytes)
-        self.choose_scaling()
-        return work
+            intra, inter = self._groups.intra, self._groups.inter
+            node_sum, intra_bytes = self._reduce_inside_node(rows, intra)
+            inter_bytes = self._exchange(node_sum, output_tensor, inter, factor)
+            inter_bytes *= inter.size() - 1
+            self.end_reduction(inter_bytes + intra_bytes, inter_bytes, baseline_bytes)
+        return None
+
+    def _factor(self, op: Any, world_size: int) -> float:
+        """What FSDP2 wants the sum to be multiplied by."""
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG:
+            return 1 / world_size
+        divisor = self.unit.gradient_divide_factor
+        if op == dist.ReduceOp.PREMUL_SUM and divisor is not None:
+            return 1 / divisor  # which it is made of, and does not tell
+        raise ValueError(
+            f"FSDP unit {self.unit.name!r}: loco-fsdp sums and averages, but it was asked for {op}"
+        )
 
     def _check(
-        self, output_tensor: Tensor, input_tensor: Tensor, world_size: int, op: Any, async_op: bool
+        self, output_tensor: Tensor, input_tensor: Tensor, world_size: int, async_op: bool
     ) -> None:
-        if op != dist.ReduceOp.SUM:
-            raise ValueError(
-                f"FSDP unit {self.unit.name!r}: loco-fsdp sums and FSDP2 divides, but it was asked "
-                f"for {op}. Do not call set_force_sum_reduction_for_comms(False) after attaching; "
-                "set_gradient_divide_factor sets another factor"
-            )
         if async_op:
             raise ValueError(f"FSDP unit {self.unit.name!r}: async_op=True is not supported")
         if input_tensor.numel() != world_size * output_tensor.numel():
@@ -199,14 +239,16 @@ class LoCoReduceScatter(Reducer):
             self._intra_hop.decode(received[node], node_sum[node], table)
         return node_sum, num_nodes * table.wire.num_bytes * (intra.size() - 1)
 
-    def _exchange(self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup) -> int:
+    def _exchange(
+        self, gradient: Tensor, output_tensor: Tensor, group: dist.ProcessGroup, factor: float
+    ) -> int:
         """Encode `gradient` `[peers, shard]`, exchange, decode; returns the bytes for one peer."""
         table, feedback, send, receive = self._encode(self._hop, gradient, output_tensor.numel())
         with self._hop.stage("exchange"):
             exchange(receive, send, group)
-        self._hop.decode(receive, output_tensor, table)
+        self._hop.decode(receive, output_tensor, table, factor)
         if self.config.error_feedback and not feedback:
-            self.counters.reductions_without_feedback += 1
+            self.end_without_feedback()
         return table.wire.num_bytes
 
     def _encode(
@@ -214,7 +256,7 @@ class LoCoReduceScatter(Reducer):
     ) -> tuple[BlockTable, bool, Tensor, Tensor]:
         """Encode `gradient` `[peers, shard]`; its blocks, and buffers to send and to receive."""
         device = gradient.device
-        table, feedback = self._table(hop, self.unit.active, shard_numel, device)
+        table, feedback = self._plans(hop, self.unit.active, shard_numel, device)
         shape = (gradient.shape[0], table.wire.num_bytes)
         send = self._workspace.get("send", shape, device)
         receive = self._workspace.get("receive", shape, device)
@@ -222,20 +264,20 @@ class LoCoReduceScatter(Reducer):
         hop.encode(gradient, send, table, feedback)
         return table, feedback, send, receive
 
-    def _make_table(
-        self, hop: Hop, active: tuple[int, ...], shard_numel: int, device: torch.device
-    ) -> tuple[BlockTable, bool]:
+    def _make_plan(
+        self, hop: Hop, active: tuple[int, ...] | None, shard_numel: int, device: torch.device
+    ) -> _Plan:
         """Blocks and rows of the parameters with a gradient, and whether their errors are used.
 
         An error belongs to a parameter. Where the parameters do not add up to the gradient, nobody
         knows whose elements these are: they are sent without feedback, as one part.
         """
         bits, block_size = hop.bits, self.config.block_size
-        numels = tuple(self.unit.shard_numels[index] for index in active)
-        if sum(numels) != shard_numel:
-            return BlockLayout((shard_numel,), bits, block_size).place(device), False
+        numels = tuple(self.unit.shard_numels[index] for index in active or ())
+        if active is None or sum(numels) != shard_numel:
+            return _Plan(BlockLayout((shard_numel,), bits, block_size).place(device), False)
         layout = BlockLayout(numels, bits, block_size)
         if not self.config.error_feedback:
-            return layout.place(device), False
+            return _Plan(layout.place(device), False)
         hop.error.add(dict(zip(active, layout.blocks_per_part, strict=True)), device)
-        return layout.place(device, hop.error.rows_of(active)), True
+        return _Plan(layout.place(device, hop.error.rows_of(active)), True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,8 +12,15 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit
 from loco_fsdp.guard import WIDTHS, Guard
 from loco_fsdp.hop import Hop
+from loco_fsdp.notices import Notices
+from loco_fsdp.plan_cache import PlanCache
 from loco_fsdp.stats import Counters
-from loco_fsdp.topology import gather
+from loco_fsdp.topology import gather, leaves_node
+
+WITHOUT_FEEDBACK = (
+    "sent without error feedback: its parameters cannot be told apart, because something has taken "
+    "the place of FSDP2's post_backward, or this torch has another one"
+)
 
 
 def unsupported_dtype(unit: FSDPUnit) -> str | None:
@@ -29,21 +38,35 @@ class Reducer:
         config: how it is compressed.
         bits: of a code now, which a guard may have raised; None: full precision.
         bypass_reason: why it never is; None if it is.
-        paused: whether it is not for now.
+        topology_reason: why it is reduced over another topology than one would expect.
+        pauses: how many of `LoCo.paused()` are open.
         counters: what was done so far.
         hops: its compressed exchanges, each with its error.
         guard: what raises its width; None if nothing does.
     """
 
-    def __init__(self, unit: FSDPUnit, config: LoCoConfig, bypass_reason: str | None) -> None:
+    def __init__(
+        self,
+        unit: FSDPUnit,
+        config: LoCoConfig,
+        bypass_reason: str | None,
+        *,
+        node_size: int,
+        notices: Notices,
+        topology_reason: str | None = None,
+    ) -> None:
         self.unit = unit
         self.config = config
         self.bits: int | None = config.bits
         self.bypass_reason = bypass_reason
-        self.paused = False
+        self.topology_reason = topology_reason
+        self.pauses = 0
         self.counters = Counters()
         self.hops: list[Hop] = []
         self.guard: Guard | None = None
+        self._node_size = node_size
+        self._notices = notices
+        self._plans: PlanCache[Any] = PlanCache(self._make_plan)
         if config.guard is not None and bypass_reason is None:
             self.guard = Guard(config.guard, unit.name, self.deciding_groups())
 
@@ -59,7 +82,7 @@ class Reducer:
             self.bypass_reason is not None
             or self.bits is None
             or unsupported_dtype(self.unit) is not None
-            or self.paused
+            or self.pauses > 0
             or counters.reductions + counters.bypassed_reductions < self.config.warmup_steps
         )
 
@@ -71,9 +94,31 @@ class Reducer:
         return self.bypass_reason or unsupported_dtype(self.unit)
 
     @property
+    def remarks(self) -> list[str]:
+        """What nobody has asked for: why it is not compressed as well as the user may think."""
+        remarks = []
+        if self.bypass_reason is None and (reason := unsupported_dtype(self.unit)):
+            remarks.append(f"in full precision: {reason}")
+        if self.topology_reason is not None:
+            remarks.append(f"over a flat all-to-all: {self.topology_reason}")
+        if self.counters.reductions_without_feedback:
+            remarks.append(WITHOUT_FEEDBACK)
+        if self.unit.replicas > 1:
+            remarks.append(
+                f"its all-reduce over {self.unit.replicas} replicas stays in full precision: shard "
+                "the model with LoCoFSDP(model, mesh=mesh) to compress that instead"
+            )
+        return remarks
+
+    @property
     def error_bytes(self) -> int:
         """Bytes of all error buffers."""
         return sum(hop.error.nbytes for hop in self.hops)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables of blocks."""
+        return self._plans.nbytes
 
     def install(self) -> None:
         """Make FSDP2 call this object."""
@@ -83,8 +128,10 @@ class Reducer:
         """Put back what was there before `install`, and free the error buffers."""
         raise NotImplementedError
 
-    def choose_scaling(self) -> None:
-        """Tell FSDP2 who divides, after `bypassed` may have changed."""
+    def before_reduction(self) -> None:
+        """FSDP2 is about to reduce the unit."""
+        self._notices.say_late()
+        self._notices.say(self.unit.name, self.remarks, self.deciding_groups())
 
     def reset_error(self) -> None:
         """Set the errors to 0."""
@@ -100,16 +147,23 @@ class Reducer:
             for hop in self.hops:
                 if hop.kind != "intra-node":
                     hop.bits = bits
-        self.forget_tables()
+        self.forget_plans()
 
     def free_error(self) -> None:
         """Forget the errors, and free their memory."""
         for hop in self.hops:
             hop.error.free()
-        self.forget_tables()
+        self.forget_plans()
 
-    def forget_tables(self) -> None:
+    def forget_plans(self) -> None:
         """Place blocks anew: the width, or the rows of the errors have changed."""
+        self._plans.clear()
+
+    def forget_deferred(self) -> None:
+        """Give up gradients that wait for an all-reduce."""
+
+    def _make_plan(self, *key: Any) -> Any:
+        """Where the blocks of a reduction are."""
         raise NotImplementedError
 
     def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
@@ -127,13 +181,25 @@ class Reducer:
             if bits != self.bits:
                 self.set_bits(bits)
 
-    def check_ranks(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def end_without_feedback(self) -> None:
+        """Count a compressed reduction whose parameters could not be told apart."""
+        self.counters.reductions_without_feedback += 1
+        self._notices.say(self.unit.name, [WITHOUT_FEEDBACK], self.deciding_groups())
+
+    def leaves_node(self, group: dist.ProcessGroup) -> bool:
+        """Whether what this rank sends around a ring of `group` goes to another node."""
+        return leaves_node(group, self._node_size)
+
+    def check_ranks(
+        self, tensor: Tensor, active: tuple[int, ...] | None, group: dist.ProcessGroup
+    ) -> None:
         """With `LoCoConfig.check_ranks`, raise on all ranks if they reduce different things."""
         if not self.config.check_ranks:
             return
+        names = self.unit.parameter_names
         mine = {
             "FSDP unit": self.unit.name,
-            "parameters": [self.unit.parameter_names[index] for index in self.unit.active],
+            "parameters": None if active is None else [names[index] for index in active],
             "elements": tensor.numel(),
             "dtype": str(tensor.dtype),
             "compressed": not self.bypassed,

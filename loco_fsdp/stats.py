@@ -14,6 +14,7 @@ class Counters:
     wire_bytes: int = 0
     inter_node_bytes: int = 0
     baseline_bytes: int = 0
+    full_precision_bytes: int = 0
     reductions: int = 0
     bypassed_reductions: int = 0
     reductions_without_feedback: int = 0
@@ -25,10 +26,17 @@ class Counters:
         self.inter_node_bytes += inter_node_bytes
         self.baseline_bytes += baseline_bytes
 
-    def add_bypassed(self, num_bytes: int, leaves_node: bool) -> None:
-        """Count a reduction by stock FSDP2: a ring, whose next rank may be on another node."""
-        self.bypassed_reductions += 1
+    def add_full_precision(self, num_bytes: int, leaves_node: bool, *, is_whole: bool) -> None:
+        """Count what goes around a ring in full precision.
+
+        Args:
+            num_bytes: that this rank sends to the next one.
+            leaves_node: whether that is on another node.
+            is_whole: it is all of the reduction, not a part of one that is counted elsewhere.
+        """
+        self.bypassed_reductions += is_whole
         self.wire_bytes += num_bytes
+        self.full_precision_bytes += num_bytes
         self.inter_node_bytes += num_bytes if leaves_node else 0
         self.baseline_bytes += num_bytes
 

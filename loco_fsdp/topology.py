@@ -43,6 +43,12 @@ def remote_peers(group: dist.ProcessGroup, node_size: int) -> int:
     return sum(rank // node_size != node for rank in dist.get_process_group_ranks(group))
 
 
+def leaves_node(group: dist.ProcessGroup, node_size: int) -> bool:
+    """Whether the next rank in a ring of `group` is on another node."""
+    next_rank = dist.get_process_group_ranks(group)[(group.rank() + 1) % group.size()]
+    return next_rank // node_size != dist.get_rank() // node_size
+
+
 def gather(value: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
     """Every rank of `group` with its `value`, in order. A collective of picklable objects."""
     ranks = dist.get_process_group_ranks(group)

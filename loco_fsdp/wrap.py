@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from loco_fsdp.adaptor import LoCo, attach_to
+from loco_fsdp.adaptor import LoCo, attach
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.fsdp_compat import fsdp_units
+from loco_fsdp.replicas import ReplicaAllReduce
 
 Wrap: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]"
 
@@ -101,9 +103,12 @@ def _shard_and_attach(
     for submodule in reversed(list(_units_to_shard(module, wrap))):
         fully_shard(submodule, **fully_shard_kwargs)
     fully_shard(module, **fully_shard_kwargs)
-    if replicas is not None and broadcast_parameters:
-        _broadcast(module, replicas)
-    loco = attach_to(module, config, None, replicas)
+    if replicas is not None:
+        for unit in fsdp_units(module):
+            ReplicaAllReduce(unit, replicas)
+        if broadcast_parameters:
+            _broadcast(module, replicas)
+    loco = attach(module, config)
     module.__class__ = _with_loco(module.__class__)  # type: ignore[arg-type]
     module.loco = loco  # type: ignore[assignment]
     return module

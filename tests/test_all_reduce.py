@@ -1,7 +1,9 @@
 """HSDP: gradients reduced in low bits over replicas."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.all_reduce import split_blocks
+from loco_fsdp.all_reduce import blocks_before
 from ranks import RankPool, raised
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 
@@ -32,35 +34,28 @@ Ranks = Callable[[int], RankPool]
 def test_every_block_has_one_replica_whatever_else_is_used(
     numels: list[int], unused: set[int], num_ranges: int
 ) -> None:
-    block_size = 32
-    blocks = [-(-numel // block_size) for numel in numels]
+    blocks = [-(-numel // 32) for numel in numels]
     firsts = [sum(blocks[:index]) for index in range(len(blocks))]
 
     def owners(used: list[int]) -> dict[tuple[int, int], int]:
-        ranges = split_blocks(
-            [numels[i] for i in used],
-            [firsts[i] for i in used],
-            sum(blocks),
-            block_size,
-            num_ranges,
-        )
-        assert [r.first for r in ranges[1:]] == [r.last for r in ranges[:-1]]
-        assert ranges[0].first == 0 and ranges[-1].last == sum(blocks[i] for i in used)
-        for r in ranges:
-            assert r.last - r.first == sum(high - low for _, low, high, _ in r.parts)
-        elements = sum(elements for r in ranges for *_, elements in r.parts)
-        assert elements == sum(numels[i] for i in used)
+        counts = [blocks[i] for i in used]
+        before = blocks_before([firsts[i] for i in used], counts, sum(blocks), num_ranges)
+        assert before.shape == (num_ranges + 1, len(used))
+        assert not before[0].any() and before[-1].tolist() == counts
         return {
-            (used[place], block): owner
-            for owner, r in enumerate(ranges)
-            for place, low, high, _ in r.parts
-            for block in range(low, high)
+            (parameter, block): owner
+            for owner in range(num_ranges)
+            for place, parameter in enumerate(used)
+            for block in range(before[owner, place], before[owner + 1, place])
         }
 
     everything = owners(list(range(len(numels))))
     some = owners([index for index in range(len(numels)) if index not in unused])
     assert len(everything) == sum(blocks)
     assert some.items() <= everything.items()
+    # Equal parts of the unit, one after the other.
+    order = [everything[index, b] for index in range(len(blocks)) for b in range(blocks[index])]
+    assert order == [number // -(-sum(blocks) // num_ranges) for number in range(sum(blocks))]
 
 
 # --- what comes out --------------------------------------------------------------------------
@@ -100,9 +95,9 @@ def seeded(rank: int, step: int) -> Tensor:
     return torch.randn(2 * 210, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def two_replicas(config: LoCoConfig) -> list[Tensor]:
+def replicated(config: LoCoConfig) -> list[Tensor]:
     model = Given(a=(2, 130), b=(2, 80))
-    LoCoFSDP(model, config, mesh=cpu_mesh(2, 1))
+    LoCoFSDP(model, config, mesh=cpu_mesh(dist.get_world_size(), 1))
     results = []
     for step in range(4):
         model.zero_grad()
@@ -112,35 +107,36 @@ def two_replicas(config: LoCoConfig) -> list[Tensor]:
     return results
 
 
-def test_feedback_on_both_halves(ranks: Ranks) -> None:
-    """Against the oracle: what each replica sends, and the mean of it that is sent again."""
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_feedback_of_gradients_and_of_sums(ranks: Ranks, replicas: int) -> None:
+    """Against the oracle: what each replica sends, and its mean, which three send once more."""
     config = LoCoConfig(block_size=32, error_dtype="float32", reset_interval=3)
-    results = ranks(2).run(two_replicas, config)
-    lengths = [260, 160]  # 9 + 5 blocks; a replica sums 7: the last two of `a` are the second's
-    errors = [[[0.0] * n for n in lengths] for _ in range(2)]
-    sum_errors = [[0.0] * n for n in lengths]
+    results = ranks(replicas).run(replicated, config)
+    lengths = [260, 160]  # 9 + 5 blocks; of three replicas the first two sum 5, the last 4
+    zeros = [[0.0] * n for n in lengths]
+    errors, sum_errors = [list(zeros) for _ in range(replicas)], list(zeros)
     for step in range(4):
         expected: list[float] = []
         for index, (first, length) in enumerate(zip((0, 260), lengths, strict=True)):
             mean = [0.0] * length
-            for rank in range(2):
+            for rank in range(replicas):
                 part = seeded(rank, step)[first : first + length].tolist()
                 sent, errors[rank][index] = oracle.feedback_step(
                     part, errors[rank][index], 4, 32, 0.9
                 )
-                mean = [m + s / 2 for m, s in zip(mean, sent, strict=True)]
-            sent, sum_errors[index] = oracle.feedback_step(mean, sum_errors[index], 4, 32, 0.9)
-            expected += sent
+                mean = [m + s / replicas for m, s in zip(mean, sent, strict=True)]
+            if replicas > 2:
+                mean, sum_errors[index] = oracle.feedback_step(mean, sum_errors[index], 4, 32, 0.9)
+            expected += mean
         if step == 2:
-            errors = [[[0.0] * n for n in lengths] for _ in range(2)]
-            sum_errors = [[0.0] * n for n in lengths]
-        for rank in range(2):
+            errors, sum_errors = [list(zeros) for _ in range(replicas)], list(zeros)
+        for rank in range(replicas):
             close = torch.isclose(
                 results[rank][step].double(), torch.tensor(expected).double(), rtol=1e-4, atol=1e-4
             )
             # A mean on a threshold between two codes may fall on either side in floats.
             assert close.float().mean() > 0.98
-        assert torch.equal(results[0][step], results[1][step])
+            assert torch.equal(results[0][step], results[rank][step])
 
 
 def replicas_agree(steps: int) -> tuple[list[Tensor], int]:
@@ -213,19 +209,34 @@ def test_a_deferred_all_reduce_happens_once(ranks: Ranks) -> None:
         assert stats["reductions"] == 1
 
 
-def changed_while_deferred() -> str:
-    model = Given(a=(4, 32), b=(4, 32))
-    LoCoFSDP(model, mesh=cpu_mesh(2, 1))
-    one = torch.ones(4, 32)
-    model.set_requires_all_reduce(False)
-    backward(model, a=one)
-    model.set_requires_all_reduce(True)
-    return raised(backward, model, a=one, b=one)
+def taking_turns(order: list[str]) -> list[float | None]:
+    """Microbatches of one window, in which parameters of one size take turns; 7 of each."""
+    model = Given(a=(4, 32), b=(4, 32), c=(4, 32))
+    LoCoFSDP(model, LoCoConfig(block_size=32), mesh=cpu_mesh(2, 2))
+    for index, names in enumerate(order):
+        model.set_requires_all_reduce(index == len(order) - 1)
+        backward(model, **{name: torch.full((4, 32), 7.0) for name in names})
+        if index < len(order) - 1:
+            assert all(parameter.grad is None for parameter in model.parameters())
+    return [
+        None if p.grad is None else reduced(p).unique().item() for p in (model.a, model.b, model.c)
+    ]
 
 
-def test_other_parameters_while_deferred_are_an_error(ranks: Ranks) -> None:
-    for message in ranks(2).run(changed_while_deferred):
-        assert "128 elements wait for an all-reduce, and now 256 have a gradient" in message
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (["a", "b"], [7, 7, None]),
+        (["ab", "b"], [7, 14, None]),
+        (["a", "bc", "ab", "c"], [14, 14, 14]),
+        (["c", "c", "a", "a"], [14, None, 14]),
+    ],
+)
+def test_deferred_gradients_belong_to_parameters(
+    ranks: Ranks, order: list[str], expected: list[float | None]
+) -> None:
+    """One's gradient was added to the other's, and who sits out at the end got nothing."""
+    assert ranks(4).run(taking_turns, order) == [expected] * 4
 
 
 def unused_in_turn() -> list[float]:
@@ -248,71 +259,62 @@ def test_parameters_that_sit_out(ranks: Ranks) -> None:
     assert ranks(2).run(unused_in_turn) == [[7.0] * 10] * 2
 
 
-def bytes_sent() -> tuple[list[int], dict[str, float]]:
-    """Bytes of each exchange to the other rank, and stats."""
-    sent = []
-    model = Given(weight=(64, 100))
-    LoCoFSDP(model, LoCoConfig(node_size=1), mesh=cpu_mesh(2, 1))
-    import loco_fsdp.all_reduce as module
-
-    original = module.exchange_pieces
-
-    def exchange_pieces(receive: Any, send: list[list[Tensor]], group: Any) -> None:
-        sent.append(sum(piece.nbytes for piece in send[1 - dist.get_rank()]))
-        original(receive, send, group)
-
-    module.exchange_pieces = exchange_pieces
-    try:
-        backward(model, weight=torch.ones(64, 100))
-    finally:
-        module.exchange_pieces = original
-    return sent, model.loco.stats()
-
-
-def test_bytes_are_those_of_codes_and_scales(ranks: Ranks) -> None:
-    # 6400 elements are 25 blocks of 256, 13 and 12 for the replicas: 128 bytes of codes and 4 of
-    # scale each. A replica sends the other's blocks of its gradient, and then its own sums.
-    first, second = (blocks * (128 + 4) for blocks in (13, 12))
-    results = ranks(2).run(bytes_sent)
-    assert [sent for sent, _ in results] == [[second, first], [first, second]]
-    for _, stats in results:
-        assert stats["wire_bytes"] == stats["inter_node_bytes"] == first + second
-        assert stats["baseline_bytes"] == 6400 * 4  # of a ring: twice half of it
-
-
-def launches(num_steps: int) -> list[str]:
-    """What the codec and the exchange of a unit with several parameters are called for."""
-    called: list[str] = []
-    model = Given(a=(16, 40), b=(16, 3), c=(16, 70))
-    LoCoFSDP(model, LoCoConfig(block_size=32), mesh=cpu_mesh(4, 1))
+def recorded(model: Any, *names: str) -> list[tuple[str, int]]:
+    """Calls of the codec and of exchanges in two reductions, with the bytes of rows sent."""
     import loco_fsdp.all_reduce
     import loco_fsdp.hop
 
-    modules = {"exchange_pieces": loco_fsdp.all_reduce}
+    called: list[tuple[str, int]] = []
+    modules = dict.fromkeys(("exchange", "gather_rows"), loco_fsdp.all_reduce)
     modules |= dict.fromkeys(("encode", "decode", "decode_encode"), loco_fsdp.hop)
-    originals = {name: getattr(module, name) for name, module in modules.items()}
-
-    def counted(name: str) -> Callable[..., None]:
+    def recording(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
-            called.append(name)
-            originals[name](*args, **kwargs)
+            sent = args[1].nbytes if modules[name] is loco_fsdp.all_reduce else 0
+            called.append((name, sent))
+            function(*args, **kwargs)
 
         return call
 
-    for name, module in modules.items():
-        setattr(module, name, counted(name))
-    try:
-        for _ in range(num_steps):
-            backward(model, a=torch.ones(16, 40), b=torch.ones(16, 3), c=torch.ones(16, 70))
-    finally:
+    with ExitStack() as stack:
         for name, module in modules.items():
-            setattr(module, name, originals[name])
+            wrapped = recording(name, getattr(module, name))
+            stack.enter_context(patch.object(module, name, wrapped))
+        for _ in range(2):
+            backward(model, **{name: torch.ones(getattr(model, name).shape) for name in names})
     return called
 
 
-def test_one_launch_for_each_stage_however_many_replicas(ranks: Ranks) -> None:
-    stages = ["encode", "exchange_pieces", "decode_encode", "exchange_pieces", "decode"]
-    assert ranks(4).run(launches, 2) == [2 * stages] * 4
+def bytes_sent() -> Any:
+    model = Given(weight=(64, 100))
+    LoCoFSDP(model, LoCoConfig(node_size=1), mesh=cpu_mesh(dist.get_world_size(), 1))
+    return recorded(model, "weight"), model.loco.stats()
+
+
+# 6400 elements are 25 blocks of 256, each of 128 bytes of codes and 4 of scale; scales fill up 16.
+ALL_BLOCKS = 25 * 128 + 112
+# The fullest replica of four has 7.
+ROW = 7 * 128 + 32
+
+
+def test_two_replicas_see_all_codes_once(ranks: Ranks) -> None:
+    for called, stats in ranks(2).run(bytes_sent):
+        assert called == 2 * [("encode", 0), ("gather_rows", ALL_BLOCKS), ("decode", 0)]
+        assert stats["wire_bytes"] == stats["inter_node_bytes"] == 2 * ALL_BLOCKS
+        assert stats["baseline_bytes"] == 2 * 6400 * 4  # of a ring: twice half of it
+        assert stats["error_bytes"] == 25 * (2 * 256 + 4)
+
+
+def test_equal_rows_in_one_call_each_over_more_replicas(ranks: Ranks) -> None:
+    for called, stats in ranks(4).run(bytes_sent):
+        assert called == 2 * [
+            ("encode", 0),
+            ("exchange", 4 * ROW),
+            ("decode_encode", 0),
+            ("gather_rows", ROW),
+            ("decode", 0),
+        ]
+        assert stats["wire_bytes"] == stats["inter_node_bytes"] == 2 * 2 * 3 * ROW
+        assert stats["baseline_bytes"] == 2 * 2 * 6400 * 4 * 3 // 4
 
 
 def notes() -> list[Any]:
@@ -323,7 +325,7 @@ def notes() -> list[Any]:
     ours = Given(weight=(8, 8))
     LoCoFSDP(ours, mesh=cpu_mesh(2, 2))
     return [
-        loco.summary().splitlines()[-1],
+        loco.summary(),
         raised(LoCoFSDP, Given(weight=(8, 8)), mesh=unnamed),
         raised(LoCoFSDP, Given(w=(8, 8)), LoCoConfig(topology="flat"), mesh=cpu_mesh(2, 2)),
         isinstance(ours, FSDPModule) and "replicas" not in ours.loco.summary(),
@@ -333,20 +335,27 @@ def notes() -> list[Any]:
 
 def test_what_users_are_told(ranks: Ranks) -> None:
     for note, unnamed, flat, silent, twice in ranks(4).run(notes):
-        assert note.startswith("The all-reduce over replicas stays in full precision: shard")
+        assert "its all-reduce over 2 replicas stays in full precision: shard" in note
         assert "mesh_dim_names" in unnamed
         assert "topology='flat': on a 2-D mesh it must be \"auto\"" in flat
         assert silent
         assert "has LoCo attached already" in twice
 
 
-def after_detach() -> list[float]:
+def after_detach() -> list[Any]:
     model = Given(weight=(8, 8))
-    LoCoFSDP(model, mesh=cpu_mesh(2, 2))
-    model.loco.detach()
-    backward(model, weight=torch.full((8, 8), 1.0 + dist.get_rank()))
-    return [reduced(model.weight).unique().item(), model.loco.stats()["bypassed_reductions"]]
+    LoCoFSDP(model, LoCoConfig(block_size=32), mesh=cpu_mesh(2, 2))
+    gradient = torch.full((8, 8), 7.0 * (1 + dist.get_rank()))
+    first = model.loco
+    first.detach()
+    backward(model, weight=gradient)
+    values = [reduced(model.weight).unique().item()]
+    second = attach(model, LoCoConfig(block_size=32))
+    model.zero_grad()
+    backward(model, weight=gradient)
+    values.append(reduced(model.weight).unique().item())
+    return [values, first.stats()["reductions"], second.stats()["reductions"], model.loco is second]
 
 
-def test_replicas_are_reduced_in_full_precision_after_detach(ranks: Ranks) -> None:
-    assert ranks(4).run(after_detach) == [[2.5, 1]] * 4
+def test_after_detach_replicas_are_reduced_and_attach_compresses_again(ranks: Ranks) -> None:
+    assert ranks(4).run(after_detach) == [[[17.5, 17.5], 0, 1, True]] * 4

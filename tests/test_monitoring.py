@@ -192,7 +192,8 @@ def test_guard_goes_on_after_loading(ranks: Ranks) -> None:
 
 
 def profiled(name: str, options: dict[str, Any]) -> set[str]:
-    mesh = cpu_mesh(2, 2) if name == "HSDP" else cpu_mesh()
+    meshes = {"HSDP, two replicas": (2, 2), "HSDP, four replicas": (4, 1)}
+    mesh = cpu_mesh(*meshes.get(name, ()))
     model: Any = LoCoFSDP(Net(), LoCoConfig(block_size=32, **options), mesh=mesh)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(batch()).square().mean().backward()
@@ -213,7 +214,12 @@ def profiled(name: str, options: dict[str, Any]) -> set[str]:
             ],
         ),
         (
-            "HSDP",
+            "HSDP, two replicas",
+            {},
+            ["encode replicas", "exchange replicas", "decode replicas"],
+        ),
+        (
+            "HSDP, four replicas",
             {},
             [
                 *("encode replicas", "exchange replicas", "decode and encode sums"),

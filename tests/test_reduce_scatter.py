@@ -96,11 +96,7 @@ def unsupported(case: str) -> str:
         "dtype": (shard.double(), full.double(), group, dist.ReduceOp.SUM),
     }
     try:
-        if case == "not sum":
-            model.set_force_sum_reduction_for_comms(False)
-            backward(model, weight=lossless(dist.get_rank()))
-        else:
-            comm(*arguments[case])
+        comm(*arguments[case])
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
@@ -114,7 +110,6 @@ def unsupported(case: str) -> str:
         ("async", "async_op=True is not supported"),
         ("size", "64 gradient elements are not 2 shards of 31"),
         ("dtype", "not torch.float64"),
-        ("not sum", "Do not call set_force_sum_reduction_for_comms"),
     ],
 )
 def test_what_cannot_be_done_raises(ranks: Ranks, case: str, message: str) -> None:
