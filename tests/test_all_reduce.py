@@ -267,6 +267,7 @@ def recorded(model: Any, *names: str) -> list[tuple[str, int]]:
     called: list[tuple[str, int]] = []
     modules = dict.fromkeys(("exchange", "gather_rows"), loco_fsdp.all_reduce)
     modules |= dict.fromkeys(("encode", "decode", "decode_encode"), loco_fsdp.hop)
+
     def recording(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             sent = args[1].nbytes if modules[name] is loco_fsdp.all_reduce else 0
