@@ -87,7 +87,7 @@ class FSDPUnit:
         self._group = group
         holders = [(param._module_info.module, param._module_info) for param in group.fsdp_params]
         self.parameter_names = tuple(
-            _join(names.get(module, type(module).__name__), info.param_name)
+            _join(names.get(module, type(module).__name__.removeprefix("FSDP")), info.param_name)
             for module, info in holders
         )
         self.outside = tuple(
