@@ -1,4 +1,8 @@
-"""The all-to-all of packed bytes: what every hop of a reduction in low bits sends."""
+"""The collectives of packed bytes: what every hop of a reduction in low bits sends.
+
+One call of a standard collective, whatever the number of ranks. Where gloo serves the tensors it is
+messages between pairs instead: gloo's own all-to-all and all-gather use about half of a link.
+"""
 
 from __future__ import annotations
 
@@ -7,81 +11,67 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-# Of the messages between CPUs: never those that a training sends itself over the same group.
+from loco_fsdp.collectives import all_gather, is_gloo
+
+# Of the messages between CPUs: never that of those that a training sends over the same group.
 _TAG = 0x10C0
 
 
 def exchange(
-    receive: Tensor,
-    send: Tensor,
-    group: dist.ProcessGroup,
-    receive_sizes: list[int] | None = None,
-    send_sizes: list[int] | None = None,
+    receive: Tensor, send: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
 ) -> None:
-    """Send each rank of `group` its part of `send`, and get one from each. A collective of `group`.
-
-    On GPUs this is `all_to_all_single`; on CPUs, where that of gloo uses about half of a link, an
-    `exchange_pieces`.
+    """Send each rank of `group` its part of `send`, and get one from each: an all-to-all.
 
     Args:
-        receive: where parts go, in the order of ranks.
+        receive: where parts go, in the order of ranks, one after the other.
         send: parts for the ranks, in their order.
-        group: ranks that exchange.
-        receive_sizes: elements of each part of `receive`; None: all the same.
-        send_sizes: elements of each part of `send`; None: all the same.
+        group: ranks that exchange. All of them call this.
+        sizes: elements of the part for each rank, and of that from it; None: all the same.
     """
-    if send.device.type != "cpu":
-        flat = (receive.view(-1), send.view(-1))  # sizes count elements, not rows
-        dist.all_to_all_single(*flat, receive_sizes, send_sizes, group)
+    if not is_gloo(group, send.device):
+        dist.all_to_all_single(receive.view(-1), send.view(-1), sizes, sizes, group)
         return
-    world_size = group.size()
-    exchange_pieces(
-        [[part] for part in _parts(receive, receive_sizes, world_size)],
-        [[part] for part in _parts(send, send_sizes, world_size)],
-        group,
-    )
+    sizes = sizes or [send.numel() // group.size()] * group.size()
+    received, sent = (tensor.view(-1).split_with_sizes(sizes) for tensor in (receive, send))
+    _exchange_messages(received, sent, group)
 
 
-def exchange_pieces(
-    receive: Sequence[Sequence[Tensor]],
-    send: Sequence[Sequence[Tensor]],
-    group: dist.ProcessGroup,
+def gather_rows(receive: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:
+    """Send every rank of `group` the same `row`, and get one from each: an all-gather.
+
+    Args:
+        receive: `[ranks, size]`, rows in the order of ranks.
+        row: `[1, size]`
+        group: ranks that exchange. All of them call this.
+    """
+    if not is_gloo(group, row.device):
+        all_gather(receive.view(-1), row.view(-1), group)
+        return
+    _exchange_messages(receive.unbind(0), [row.view(-1)] * group.size(), group)
+
+
+def _exchange_messages(
+    receive: Sequence[Tensor], send: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """An exchange whose parts lie in several pieces, in one launch where the backend can.
+    """An all-to-all of contiguous parts by messages between pairs of ranks.
 
     1. Ask for what all other ranks send, so that nobody who sends has to wait for a receiver.
     2. Send to all others, each rank to the next one first: never all ranks to the same one.
     3. Copy the own part, and wait.
-
-    Args:
-        receive: contiguous pieces from each rank, as many and as large as it sends.
-        send: contiguous pieces for each rank.
-        group: ranks that exchange. All of them call this.
     """
     world_size, rank = group.size(), group.rank()
     others = [(rank + step) % world_size for step in range(1, world_size)]
-    # Empty pieces are empty on both sides: no message is sent for them.
+    # Empty parts are empty on both sides: no message is sent for them.
     messages = [
-        dist.P2POp(operation, piece, group=group, tag=_TAG + number, group_peer=peer)
-        for operation, pieces, peers in (
+        dist.P2POp(operation, parts[peer], group=group, tag=_TAG, group_peer=peer)
+        for operation, parts, peers in (
             (dist.irecv, receive, reversed(others)),
             (dist.isend, send, others),
         )
         for peer in peers
-        for number, piece in enumerate(pieces[peer])
-        if piece.numel()
+        if parts[peer].numel()
     ]
     work = dist.batch_isend_irecv(messages) if messages else []
-    for mine, own in zip(receive[rank], send[rank], strict=True):
-        mine.copy_(own)
+    receive[rank].copy_(send[rank])
     for one in work:
         one.wait()
-
-
-def _parts(tensor: Tensor, sizes: list[int] | None, world_size: int) -> list[Tensor]:
-    flat = tensor.view(-1)
-    return list(flat.split_with_sizes(sizes or [flat.numel() // world_size] * world_size))
-
-
-def gather_rows(receive: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:
-    exchange_pieces([[r] for r in receive], [[row.view(-1)]] * group.size(), group)

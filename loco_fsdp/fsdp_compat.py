@@ -15,15 +15,11 @@ What is private here, and why:
   set, which a reduction has to follow.
 - `FSDPParam.unsharded_accumulated_grad`, `._unsharded_param`: who has a gradient; and a gradient of
   zeros for a parameter whose earlier gradients wait for this all-reduce.
-- `torch.distributed.distributed_c10d._world.pg_names`, `.group_count`: `new_group` makes names from
-  the length of the one, and from torch 2.14 on from the other.
-- `torch.distributed._coalescing_manager`: several reduce-scatters in one launch of NCCL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -336,34 +332,3 @@ def _join(module_name: str, parameter_name: str) -> str:
 def is_stock(comm: ReduceScatter) -> bool:
     """Whether this is one of the reduce-scatters of FSDP2 itself."""
     return type(comm).__module__.startswith("torch.distributed.fsdp.")
-
-
-def group_number() -> int:
-    """What torch names the next group by that only its members make, beside their ranks.
-
-    Up to torch 2.13 the number of groups that this rank is in, then of those that it has been asked
-    to make.
-    """
-    world = dist.distributed_c10d._world
-    return world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
-
-
-# torch 2.13 renames them, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather of equal parts into one tensor."""
-    _all_gather(output_tensor, input_tensor, group=group)
-
-
-def reduce_scatters(
-    output_tensors: list[Tensor], input_tensors: list[Tensor], group: dist.ProcessGroup
-) -> None:
-    """Sum-reduce-scatter of each input into its output, in one launch where the backend can."""
-    with ExitStack() as stack:
-        if dist.get_backend(group) == "nccl":
-            stack.enter_context(dist._coalescing_manager(group))  # type: ignore[attr-defined]
-        for output_tensor, input_tensor in zip(output_tensors, input_tensors, strict=True):
-            _reduce_scatter(output_tensor, input_tensor, group=group)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.fsdp_compat import all_gather
+from loco_fsdp.collectives import all_gather
 from loco_fsdp.hop import Hop
 
 logger = logging.getLogger("loco_fsdp")

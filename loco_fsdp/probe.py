@@ -103,9 +103,7 @@ def _exchange_seconds(
     receive = torch.empty_like(send)
     world = dist.group.WORLD
     assert world is not None
-    return seconds_from_barrier(
-        lambda: exchange(receive, send, world, sizes, sizes), device, repeats
-    )
+    return seconds_from_barrier(lambda: exchange(receive, send, world, sizes), device, repeats)
 
 
 def _codec_seconds(job: Job, device: torch.device, numel: int, peers: int, repeats: int) -> float:

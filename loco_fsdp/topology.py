@@ -1,33 +1,12 @@
-"""Groups of ranks: which of them share a node, and what each of them says."""
+"""Which ranks share a node, and what each of them says."""
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
-
-from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import group_number
-
-logger = logging.getLogger("loco_fsdp")
-
-
-@dataclass(frozen=True)
-class Hops:
-    """The process groups of the two hops of a hierarchical reduction.
-
-    Attributes:
-        intra: ranks of this node, in the order of the shard group.
-        inter: ranks of all nodes at the same place in theirs, in the order of nodes.
-    """
-
-    intra: dist.ProcessGroup
-    inter: dist.ProcessGroup
 
 
 def ranks_per_node(node_size: int | None) -> int:
@@ -55,63 +34,6 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
     values: list[Any] = [None] * len(ranks)
     dist.all_gather_object(values, value, group=group)
     return list(zip(ranks, values, strict=True))
-
-
-class HopCache:
-    """Makes the groups of the hops once for each shard group. A collective of that group."""
-
-    def __init__(self) -> None:
-        self._by_ranks: dict[tuple[tuple[int, ...], LoCoConfig], Hops | None] = {}
-
-    def hops(self, group: dist.ProcessGroup, config: LoCoConfig) -> Hops | None:
-        """The two hops of a reduction over `group`, or None for a flat one.
-
-        Raises:
-            ValueError: `topology="hierarchical"` on ranks that do not fill nodes evenly, in order.
-        """
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if config.topology == "flat" or len(ranks) == 1:
-            return None
-        if (ranks, config) not in self._by_ranks:
-            self._by_ranks[ranks, config] = _make_hops(group, config)
-        return self._by_ranks[ranks, config]
-
-
-def _make_hops(group: dist.ProcessGroup, config: LoCoConfig) -> Hops | None:
-    node_size = ranks_per_node(config.node_size)
-    told = gather((socket.gethostname(), node_size), group)
-    problem = layout_problem(told)
-    if problem is not None:
-        if config.topology == "hierarchical":
-            raise ValueError(f'topology="hierarchical": {problem}')
-        if group.rank() == 0:
-            logger.warning("LoCo reduces over a flat all-to-all: %s", problem)
-        return None
-    ranks = [rank for rank, _ in told]
-    nodes = [list(members) for _, members in groupby(ranks, key=lambda rank: rank // node_size)]
-    local_size = len(nodes[0])
-    if local_size == 1 or len(nodes) == 1:
-        return None
-    node, local_rank = divmod(group.rank(), local_size)
-    _even_group_numbers(group)
-    # Only its members make a group; all ranks make the one inside their node first.
-    intra = dist.new_group(nodes[node], use_local_synchronization=True)
-    inter = dist.new_group(
-        [members[local_rank] for members in nodes], use_local_synchronization=True
-    )
-    return Hops(intra, inter)
-
-
-def _even_group_numbers(group: dist.ProcessGroup) -> None:
-    """Let all ranks of `group` give the next group that they make the same name.
-
-    torch names a group that only its members make by its ranks and by how many groups there were
-    before, and waits for ever where these differ: in pipelines, for example, whose first and last
-    stage share a group of their own. Groups of one rank make up for it.
-    """
-    most = max(number for _, number in gather(group_number(), group))
-    while group_number() < most:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def layout_problem(told: list[tuple[int, tuple[str, int]]]) -> str | None:

@@ -22,7 +22,8 @@ COLLECTIVES = (
     (dist, "reduce_scatter_tensor"),
     (loco_fsdp.reduce_scatter, "exchange"),
     (loco_fsdp.reduce_scatter, "reduce_scatters"),
-    (loco_fsdp.all_reduce, "exchange_pieces"),
+    (loco_fsdp.all_reduce, "exchange"),
+    (loco_fsdp.all_reduce, "gather_rows"),
 )
 
 
@@ -30,7 +31,8 @@ class GradientTraffic:
     """While it is entered, counts what reduce-scatters and exchanges send.
 
     Of an input of B bytes over N ranks, a rank keeps its own Nth part and sends B * (N - 1) / N: in
-    an exchange and in a ring reduce-scatter alike. Nothing but gradients may go through
+    an exchange and in a ring reduce-scatter alike. A row that is gathered goes to all N - 1 others.
+    Nothing but gradients may go through
     these collectives meanwhile; FSDP2's parameters go through all-gathers, which are not counted.
     """
 
@@ -63,17 +65,11 @@ class GradientTraffic:
         def counted(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             sent = list(arguments.values())[1]
-            self.bytes_sent += _sent_bytes(sent, arguments.get("group"))
+            tensors = [sent] if isinstance(sent, Tensor) else sent
+            world_size = dist.get_world_size(arguments.get("group"))
+            parts = 1 if collective.__name__ == "gather_rows" else world_size
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            self.bytes_sent += num_bytes * (world_size - 1) // parts
             return collective(*args, **kwargs)
 
         return counted
-
-
-def _sent_bytes(sent: Tensor | list[Tensor] | list[list[Tensor]], group: Any) -> int:
-    """Of a tensor of equal parts for all ranks, several of them, or pieces by rank."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if isinstance(sent, Tensor):
-        return sent.nbytes * (world_size - 1) // world_size
-    if isinstance(sent[0], Tensor):
-        return sum(_sent_bytes(tensor, group) for tensor in sent)
-    return sum(piece.nbytes for peer, pieces in enumerate(sent) if peer != rank for piece in pieces)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.exchange import exchange, exchange_pieces
+from loco_fsdp.exchange import exchange, gather_rows
 from ranks import RankPool, raised
 
 Ranks = Callable[[int], RankPool]
@@ -57,41 +57,37 @@ def test_nothing_to_send(ranks: Ranks) -> None:
     assert ranks(2).run(equal_parts, [0, 1], 0) == [[[], []]] * 2
 
 
-def unequal_parts(sizes: list[int]) -> list[int]:
-    """Rank r gets `sizes[r]` elements from each, all of them the number of who sent them."""
+def unequal_parts(sizes: list[list[int]]) -> list[int]:
+    """Rank r exchanges `sizes[r][s]` elements with rank s, all of them the number of who sent."""
     group = dist.group.WORLD
     assert group is not None
-    rank, world_size = group.rank(), group.size()
-    send = torch.full((sum(sizes),), rank, dtype=torch.uint8)
-    receive = torch.full((world_size * sizes[rank],), 255, dtype=torch.uint8)
-    exchange(receive, send, group, [sizes[rank]] * world_size, sizes)
+    mine = sizes[group.rank()]
+    send = torch.full((sum(mine),), group.rank(), dtype=torch.uint8)
+    receive = torch.full((sum(mine),), 255, dtype=torch.uint8)
+    exchange(receive, send, group, mine)
     return receive.tolist()
 
 
 def test_parts_of_unequal_size_and_empty_ones(ranks: Ranks) -> None:
-    assert ranks(3).run(unequal_parts, [2, 0, 1]) == [[0, 0, 1, 1, 2, 2], [], [0, 1, 2]]
+    sizes = [[0, 2, 1], [2, 1, 0], [1, 0, 0]]
+    assert ranks(3).run(unequal_parts, sizes) == [[1, 1, 2], [0, 0, 1], [0]]
 
 
-def in_pieces(sizes: list[int]) -> list[list[int]]:
-    """Rank r gets pieces of `sizes[r]` and of 2 elements from each; values name who sent what."""
-    group = dist.group.WORLD
-    assert group is not None
-    rank = group.rank()
-    receive = [[torch.zeros(sizes[rank]), torch.zeros(2)] for _ in sizes]
-    send = [
-        [torch.full((size,), 10.0 * rank + peer), torch.full((2,), -10.0 * rank - peer)]
-        for peer, size in enumerate(sizes)
-    ]
-    exchange_pieces(receive, send, group)
-    return [torch.cat(pieces).int().tolist() for pieces in receive]
+def gathered(members: list[int], size: int) -> list[list[int]]:
+    group = group_of(members)
+    if group is None:
+        return []
+    receive = torch.full((len(members), size), 255, dtype=torch.uint8)
+    gather_rows(receive, torch.full((1, size), dist.get_rank(), dtype=torch.uint8), group)
+    return receive.tolist()
 
 
-def test_parts_in_several_pieces(ranks: Ranks) -> None:
-    assert ranks(3).run(in_pieces, [3, 0, 1]) == [
-        [[value] * 3 + [-value] * 2 for value in (0, 10, 20)],
-        [[-value] * 2 for value in (1, 11, 21)],
-        [[value] + [-value] * 2 for value in (2, 12, 22)],
-    ]
+@pytest.mark.parametrize("members", [[0, 1, 2], [1, 2], [2]])
+@pytest.mark.parametrize("size", [0, 3, 100_000])
+def test_everybody_gets_every_row(ranks: Ranks, members: list[int], size: int) -> None:
+    rows = [[rank] * size for rank in members]
+    expected = [rows if rank in members else [] for rank in range(3)]
+    assert ranks(3).run(gathered, members, size) == expected
 
 
 def beside_own_messages() -> list[int]:
