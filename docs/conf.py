@@ -1,11 +1,12 @@
 """Sphinx: `scripts/docs.sh` builds these pages into build/docs, with warnings as errors."""
 
-from importlib.metadata import version as installed_version
 from typing import Any
+
+from loco_fsdp import __version__
 
 project = "loco-fsdp"
 author = "the loco-fsdp authors"
-version = release = installed_version("loco-fsdp")
+version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"

@@ -3,6 +3,15 @@
 from loco_fsdp.adaptor import LoCo, attach
 from loco_fsdp.codec import QuantizedTensor, quantize
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.version import __version__
 from loco_fsdp.wrap import LoCoFSDP
 
-__all__ = ["LoCo", "LoCoConfig", "LoCoFSDP", "QuantizedTensor", "attach", "quantize"]
+__all__ = [
+    "LoCo",
+    "LoCoConfig",
+    "LoCoFSDP",
+    "QuantizedTensor",
+    "__version__",
+    "attach",
+    "quantize",
+]

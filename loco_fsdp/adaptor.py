@@ -23,7 +23,6 @@ from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.report import Report, UnitInfo, summarize, unit_info
 from loco_fsdp.stats import report
-from loco_fsdp.topology import ranks_per_node
 from loco_fsdp.workspace import Workspace
 
 logger = logging.getLogger("loco_fsdp")
@@ -270,7 +269,6 @@ class _Parts(NamedTuple):
 def _reducer(plan: Plan, parts: _Parts) -> Reducer:
     """What reduces a unit as planned."""
     workspace, notices, groups = parts
-    node_size = ranks_per_node(plan.config.node_size)
     if plan.replicas is not None:
         return LoCoAllReduce(
             plan.unit,
@@ -278,7 +276,7 @@ def _reducer(plan: Plan, parts: _Parts) -> Reducer:
             plan.bypass_reason,
             hook=plan.replicas,
             backend=plan.backend,
-            node_size=node_size,
+            node_size=plan.node_size,
             workspace=workspace,
             notices=notices,
         )
@@ -292,7 +290,7 @@ def _reducer(plan: Plan, parts: _Parts) -> Reducer:
         backend=plan.backend,
         groups=route.hops,
         topology_reason=route.reason,
-        node_size=node_size,
+        node_size=plan.node_size,
         workspace=workspace,
         notices=notices,
     )

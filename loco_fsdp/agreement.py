@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Any, Literal, cast
+from traceback import format_exception_only
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,13 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.replicas import ReplicaAllReduce, replicas_of
-from loco_fsdp.topology import gather
+from loco_fsdp.topology import gather, ranks_per_node
+from loco_fsdp.version import __version__
 
 Select = Callable[[str, nn.Module], "bool | LoCoConfig"]
+
+Message: TypeAlias = tuple[Literal["error", "plan"], Any]
+"""What a rank tells the others: what is wrong, or its versions and what it is about to do."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Plan:
         unit: the unit.
         config: how it is compressed.
         backend: what runs its codec.
+        node_size: ranks of a node.
         bypass_reason: why it stays in full precision; None if it does not.
         replicas: what keeps its replicas equal, if its model was sharded inside of each alone.
     """
@@ -36,6 +41,7 @@ class Plan:
     unit: FSDPUnit
     config: LoCoConfig
     backend: str
+    node_size: int
     bypass_reason: str | None
     replicas: ReplicaAllReduce | None
 
@@ -50,16 +56,28 @@ def agreed_plans(
     An error of one rank alone must not leave the others waiting in a collective: all ranks tell
     each other what they are about to do, or what is wrong, and then all go on, or all raise.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     plans: list[Plan] = []
+    mine: Message
     try:
         plans = [_plan(unit, _checked(config), select) for unit in units]
-    except Exception as raised:
+        mine = ("plan", (_versions(), [_told(plan) for plan in plans]))
+    except BaseException as raised:  # sys.exit in `select` would leave the others waiting, too
         error = raised
+        mine = ("error", "".join(format_exception_only(raised)).strip())
     groups = [group for unit in units for group in unit.process_groups]
     hooks = [replicas_of(unit) for unit in units]
-    _agree([*groups, *(hook.group for hook in hooks if hook is not None)], plans, error)
+    _agree([*groups, *(hook.group for hook in hooks if hook is not None)], mine, error)
     return plans
+
+
+def _versions() -> dict[str, str]:
+    return {"loco-fsdp": __version__, "torch": str(torch.__version__)}
+
+
+def _told(plan: Plan) -> tuple[str, int, dict[str, Any], str | None]:
+    """What has to be the same on all ranks."""
+    return plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason
 
 
 def _checked(config: LoCoConfig | None) -> LoCoConfig:
@@ -102,7 +120,8 @@ def _plan(unit: FSDPUnit, config: LoCoConfig, select: Select | None) -> Plan:
         )
     backend = choose_backend(config.backend, unit.device)
     peers = unit.world_size if hook is None else hook.group.size()
-    return Plan(unit, config, backend, _bypass_reason(unit, config, bool(choice), peers), hook)
+    bypass_reason = _bypass_reason(unit, config, bool(choice), peers)
+    return Plan(unit, config, backend, ranks_per_node(config.node_size), bypass_reason, hook)
 
 
 def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: int) -> str | None:
@@ -118,18 +137,8 @@ def _bypass_reason(unit: FSDPUnit, config: LoCoConfig, selected: bool, peers: in
     return None
 
 
-def _agree(groups: list[dist.ProcessGroup], plans: list[Plan], error: Exception | None) -> None:
+def _agree(groups: list[dist.ProcessGroup], mine: Message, error: BaseException | None) -> None:
     """Raise on all ranks of all groups if one of them has an error or another plan."""
-    mine: tuple[Literal["error", "plan"], Any]
-    if error is not None:
-        mine = ("error", f"{type(error).__name__}: {error}")
-    else:
-        versions = {"loco-fsdp": version("loco-fsdp"), "torch": str(torch.__version__)}
-        units = [
-            (plan.unit.name, plan.unit.numel, plan.config.to_dict(), plan.bypass_reason)
-            for plan in plans
-        ]
-        mine = ("plan", (versions, units))
     # All ranks go through the groups in the same order, and pass on what they have learned.
     for group in dict.fromkeys(group for group in groups if group.size() > 1):
         problem = _first_difference(gather(mine, group))

@@ -6,7 +6,6 @@ import io
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from loco_fsdp.hop import Hop
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.stats import Counters
 from loco_fsdp.topology import gather
+from loco_fsdp.version import __version__
 
 logger = logging.getLogger("loco_fsdp")
 
@@ -41,7 +41,7 @@ def save_state(reducers: Sequence[Reducer], with_error: bool) -> dict[str, bytes
     """
     state = {
         "format": _FORMAT,
-        "loco_fsdp": version("loco-fsdp"),
+        "loco_fsdp": __version__,
         "torch": str(torch.__version__),
         "world_size": dist.get_world_size(),
         "units": {_clean(reducer.unit.name): _unit_state(reducer) for reducer in reducers},
@@ -184,7 +184,7 @@ def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_U
     if state["format"] != _FORMAT:
         raise ValueError(
             f"format {state['format']} of loco-fsdp {state['loco_fsdp']}, this is "
-            f"{version('loco-fsdp')}, which reads format {_FORMAT}"
+            f"{__version__}, which reads format {_FORMAT}"
         )
     updates = [_unit_update(reducer, state["units"]) for reducer in reducers]
     if state["errors"] is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,29 +15,81 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import loco_fsdp
 from loco_fsdp import LoCoConfig, LoCoFSDP, agreement, attach
 from ranks import RankPool, raised
-from toy import Given, Net, batch, cpu_mesh, shard
+from toy import Given, Net, batch, cpu_mesh, reduced, shard
 
 Ranks = Callable[[int], RankPool]
 
 
-def other_version(package: str) -> str:
+def other_version() -> str:
     """Attach, with another version of the library on rank 1."""
-    original = agreement.version
-    if dist.get_rank() == 1:
-        agreement.version = lambda name: "9.9" if name == package else original(name)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(agreement, "__version__", "9.9")
         return raised(attach, shard(Net()))
-    finally:
-        agreement.version = original
 
 
 def test_ranks_with_other_versions_are_refused(ranks: Ranks) -> None:
-    messages = set(ranks(2).run(other_version, "loco-fsdp"))
-    (message,) = messages
-    assert message.startswith("ValueError: attach did nothing: rank 0 runs loco-fsdp 0.1.0, torch ")
+    (message,) = set(ranks(2).run(other_version))
+    versions = f"loco-fsdp {loco_fsdp.__version__}, torch {torch.__version__}"
+    assert message.startswith(f"ValueError: attach did nothing: rank 0 runs {versions}, ")
     assert "and rank 1 loco-fsdp 9.9, torch" in message
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Unreadable(LoCoConfig):
+    def to_dict(self) -> dict[str, Any]:
+        raise MemoryError("no room for a dict")
+
+
+def fails_alone(kind: str) -> tuple[str, float]:
+    """Attach, with something that only rank 1 stumbles over; then stock FSDP2 trains."""
+    model = shard(Net())
+    config, select = LoCoConfig(), None
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            if kind == "environment":
+                patch.setenv("LOCAL_WORLD_SIZE", "two")
+            elif kind == "configuration":
+                config = Unreadable()
+            elif kind == "exit":
+                select = lambda *_: sys.exit(3)  # noqa: E731
+            else:
+                select = lambda *_: raise_(Unprintable())  # noqa: E731
+        try:
+            attach(model, config, select=select)
+        except BaseException as error:
+            message = "".join(traceback.format_exception_only(error)).strip()
+        else:
+            message = "attached"
+    model(batch()).square().mean().backward()
+    return message, float(reduced(model.head.weight).norm())
+
+
+def raise_(error: Exception) -> bool:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("environment", "ValueError: invalid literal for int() with base 10: 'two'"),
+        ("configuration", "MemoryError: no room for a dict"),
+        ("exit", "SystemExit: 3"),
+        ("unprintable", "test_faults.Unprintable: <"),
+    ],
+)
+def test_whatever_one_rank_raises_all_ranks_raise(ranks: Ranks, kind: str, error: str) -> None:
+    (first, norm), (second, same_norm) = ranks(2).run(fails_alone, kind)
+    assert first.startswith(f"ValueError: attach did nothing: rank 1 raised {error}")
+    assert second.startswith(error)
+    assert norm == same_norm > 0
 
 
 def other_node_size(topology: str) -> str:

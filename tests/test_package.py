@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import loco_fsdp
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -37,6 +39,46 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert {"loco_fsdp/py.typed", "loco_fsdp/__init__.py", "loco_kernels/__init__.py"} < expected
 
 
+def test_the_wheel_has_the_version_of_the_code(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = files.read(name).decode().splitlines()
+    assert f"Version: {loco_fsdp.__version__}" in lines
+    assert re.fullmatch(r"\d+\.\d+\.\d+", loco_fsdp.__version__)
+
+
+def test_a_checkout_on_the_path_needs_no_installation(tmp_path: Path) -> None:
+    """As on a cluster that shares a folder: no metadata of the package anywhere."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for entry in Path(metadata.distribution("torch").locate_file("")).iterdir():
+        if "loco_fsdp" not in entry.name:
+            (packages / entry.name).symlink_to(entry)
+    code = f"""
+from importlib import metadata
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from loco_fsdp import LoCoFSDP, __version__
+dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0,
+                        world_size=1)
+model = LoCoFSDP(torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,)))
+model.loco.load_state_dict(model.loco.state_dict())
+dist.destroy_process_group()
+try:
+    metadata.version("loco-fsdp")
+except metadata.PackageNotFoundError:
+    print(__version__)
+"""
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code],  # -S: the folder of installed packages is not searched
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{packages}"},
+    )
+    assert result.stdout.split() == [loco_fsdp.__version__]
+
+
 def test_an_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*pip, tmp_path, wheel], check=True)
@@ -55,7 +97,9 @@ def test_an_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -
     library, kernels, *names = result.stdout.split()
     assert Path(library) == tmp_path / "loco_fsdp" / "__init__.py"
     assert Path(kernels) == tmp_path / "loco_kernels" / "__init__.py"
-    assert names == ["LoCo", "LoCoConfig", "LoCoFSDP", "QuantizedTensor", "attach", "quantize"]
+    assert names == [
+        "LoCo", "LoCoConfig", "LoCoFSDP", "QuantizedTensor", "__version__", "attach", "quantize"
+    ]  # fmt: skip
 
 
 def test_it_needs_only_what_it_declares(tmp_path: Path) -> None:
