@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,19 +13,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from loco_fsdp.adaptor import LoCo, attach
+from loco_fsdp.blocks import Wrap, units_to_shard
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import fsdp_units
+from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units
 from loco_fsdp.replicas import ReplicaAllReduce
 
-Wrap: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]"
+logger = logging.getLogger("loco_fsdp")
 
 
 class LoCoFSDP(FSDPModule):
     """Shard `module` in place with `fully_shard` and attach LoCo to it.
 
     `LoCoFSDP(module, ...)` returns the same object, whose class is now also `LoCoFSDP` and
-    `FSDPModule`. Parameter names and `state_dict` keys stay, and slicing a `Sequential` or
-    `ModuleList` gives a plain container.
+    `FSDPModule`, and has the name that `fully_shard` gives it. Parameter names and `state_dict`
+    keys stay, and slicing a `Sequential` or `ModuleList` gives a plain container.
 
     Args:
         module: the model; nothing in it may be sharded yet.
@@ -35,15 +36,19 @@ class LoCoFSDP(FSDPModule):
             precision, and LoCo over replicas: what crosses nodes, if each replica is one.
         wrap: which modules become FSDP units beside the root: a module class, a tuple of them, or
             `(name, module) -> bool`. `None`: the classes named in the model's `_no_split_modules`
-            if it has them, else the children of every `ModuleList`.
-        broadcast_parameters: on a 2-D mesh, give all replicas the parameters of the first one, as
-            their gradients keep them equal from then on. Parameters on the meta device are left
-            out: initialize them equally.
+            if it has them, else its outermost repeated blocks, and a warning if neither leaves
+            more than one unit. Blocks are what a `ModuleList`, `ModuleDict` or `Sequential` holds
+            more than one of; nothing inside of a block, such as experts, is a unit of its own.
+            Give `wrap` if ranks may run different ones of these blocks.
+        broadcast_parameters: on a 2-D mesh, give all replicas the parameters of the first one that
+            FSDP shards, as their gradients keep them equal from then on. Parameters on the meta
+            device are left out: initialize them equally.
         **fully_shard_kwargs: for every `fully_shard` call, for example `mp_policy`.
 
     Raises:
-        ValueError: something is sharded already, `wrap` matches no module, or `mesh` has more than
-            two dimensions or two without names.
+        ValueError: something is sharded already, `wrap` matches no module or tears a parameter
+            that modules share, `mesh` has more than two dimensions or two without names, or
+            `shard_placement_fn` shards over something else than a 2-D mesh's second dimension.
         TypeError: `module` is no module, or `wrap` is none of the above.
 
     and what `attach` and `fully_shard` raise. If `attach` raises, the model is sharded all the
@@ -99,16 +104,21 @@ def _shard_and_attach(
     shard_mesh, replicas = _split_mesh(mesh)
     if shard_mesh is not None:
         fully_shard_kwargs["mesh"] = shard_mesh
+    ignored = fully_shard_kwargs.get("ignored_params") or ()
     # Children before their parents, which take what is left.
-    for submodule in reversed(list(_units_to_shard(module, wrap))):
+    for submodule in reversed(units_to_shard(module, wrap, ignored)):
         fully_shard(submodule, **fully_shard_kwargs)
     fully_shard(module, **fully_shard_kwargs)
-    if replicas is not None:
-        for unit in fsdp_units(module):
+    units = list(fsdp_units(module))
+    if replicas is not None and shard_mesh is not None:
+        _check_groups(units, shard_mesh.get_group())
+        for unit in units:
             ReplicaAllReduce(unit, replicas)
         if broadcast_parameters:
-            _broadcast(module, replicas)
+            _broadcast(module, units, replicas)
     loco = attach(module, config)
+    if wrap is None:
+        _warn_of_one_unit(module, units)
     module.__class__ = _with_loco(module.__class__)  # type: ignore[arg-type]
     module.loco = loco  # type: ignore[assignment]
     return module
@@ -128,10 +138,22 @@ def _split_mesh(
     return mesh[mesh.mesh_dim_names[1]], mesh.get_group(0)
 
 
-def _broadcast(module: nn.Module, replicas: dist.ProcessGroup) -> None:
+def _check_groups(units: list[FSDPUnit], shard_group: dist.ProcessGroup) -> None:
+    """Ranks of `replicas` have to hold the same shard of everything."""
+    for unit in units:
+        if unit.process_groups != [shard_group]:
+            raise ValueError(
+                f"shard_placement_fn shards FSDP unit {unit.name!r} over other ranks than the "
+                "second dimension of the mesh, so that replicas hold different parts of it: use "
+                "fully_shard and attach for this model"
+            )
+
+
+def _broadcast(module: nn.Module, units: list[FSDPUnit], replicas: dist.ProcessGroup) -> None:
     """Give all replicas the shards of the first one."""
     source = dist.get_process_group_ranks(replicas)[0]
-    for parameter in module.parameters():
+    for name in (name for unit in units for name in unit.parameter_names):
+        parameter = module.get_parameter(name)
         local = parameter.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         if local.is_meta or local.numel() == 0:
@@ -143,45 +165,21 @@ def _broadcast(module: nn.Module, replicas: dist.ProcessGroup) -> None:
             local.copy_(staged)
 
 
-def _units_to_shard(module: nn.Module, wrap: Wrap | None) -> Iterator[nn.Module]:
-    """The modules below `module` that become FSDP units, in the order of `named_modules`."""
-    matches = _matcher(module, wrap)
-    found = [
-        sub for name, sub in module.named_modules() if sub is not module and matches(name, sub)
-    ]
-    if not found and wrap is not None:
-        names = sorted({type(sub).__name__ for sub in module.modules()})
-        raise ValueError(
-            f"wrap={wrap!r} matches no module of {type(module).__name__}, "
-            f"which holds {', '.join(names)}"
+def _warn_of_one_unit(module: nn.Module, units: list[FSDPUnit]) -> None:
+    owners = [sub for sub in module.modules() if any(True for _ in sub.parameters(recurse=False))]
+    if len(units) == 1 and len(owners) > 1 and dist.get_rank() == 0:
+        logger.warning(
+            "all parameters of %s are in one FSDP unit, %s: they are gathered at once, and reduced "
+            "after the whole backward. Name the modules that are to be units with wrap",
+            type(module).__name__,
+            units[0].name,
         )
-    return iter(found)
-
-
-def _matcher(module: nn.Module, wrap: Wrap | None) -> Callable[[str, nn.Module], bool]:
-    if wrap is None:
-        if names := getattr(module, "_no_split_modules", None):
-            return lambda _, sub: type(sub).__name__ in names
-        children = {
-            child
-            for parent in module.modules()
-            if isinstance(parent, nn.ModuleList)
-            for child in parent
-            if not isinstance(child, nn.ModuleList)
-        }
-        return lambda _, sub: sub in children
-    classes = wrap if isinstance(wrap, tuple) else (wrap,)
-    if all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        return lambda _, sub: isinstance(sub, classes)  # type: ignore[arg-type]
-    if callable(wrap) and not isinstance(wrap, type):
-        return wrap
-    raise TypeError(
-        f"wrap={wrap!r}: it must be a module class, a tuple of them, "
-        "(name, module) -> bool, or None"
-    )
 
 
 @cache
 def _with_loco(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that `fully_shard` made, with `LoCoFSDP` before it."""
-    return type(f"LoCo{cls.__name__}", (LoCoFSDP, cls), {})
+    """The class that `fully_shard` made, with `LoCoFSDP` before it.
+
+    Under the same name: `save_pretrained` writes it, without "FSDP", for `from_pretrained`.
+    """
+    return type(cls.__name__, (LoCoFSDP, cls), {"__module__": cls.__module__})

@@ -1,4 +1,4 @@
-"""attach, LoCo and LoCoFSDP: which units they find, what they refuse, and how they let go."""
+"""attach and LoCo: which units they find, what they refuse, and how they let go."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from loco_fsdp import LoCoConfig, LoCoFSDP, attach
+from loco_fsdp import LoCoConfig, attach
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from ranks import RankPool, raised
 from toy import Given, cpu_mesh, reduced
@@ -326,118 +326,3 @@ def test_all_replicas_hear_of_a_rank_that_differs(ranks: Ranks) -> None:
 def test_attach_without_a_process_group_says_so() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         attach(nn.Linear(2, 2))
-
-
-# --- LoCoFSDP --------------------------------------------------------------------------------
-
-
-def wrapped() -> list[Any]:
-    model = Model(embedding=True)
-    keys = list(model.state_dict())
-    result = LoCoFSDP(model, LoCoConfig(bits=8), mesh=cpu_mesh(), wrap=Block)
-    step(model)
-    return [
-        result is model,
-        isinstance(model, LoCoFSDP) and isinstance(model, FSDPModule) and isinstance(model, Model),
-        list(model.state_dict()) == keys,
-        [name for name, _ in model.named_parameters()] == keys,
-        [(unit.name, unit.bits) for unit in model.loco.units],
-        model.loco.stats()["reductions"],
-    ]
-
-
-def test_locofsdp_shards_in_place_and_attaches(ranks: Ranks) -> None:
-    units = [("(root)", 8), ("blocks.0", 8), ("blocks.1", 8), ("blocks.2", 8)]
-    assert ranks(2).run(wrapped) == [[True, True, True, True, units, 4]] * 2
-
-
-def choose(case: str) -> list[str]:
-    model: nn.Module = Model(embedding=True)
-    wrap: Any = {
-        "none": None,
-        "class": nn.Linear,
-        "classes": (nn.Linear, nn.Embedding),
-        "function": lambda name, module: name.endswith("1"),
-    }.get(case)
-    if case == "no_split":
-        model._no_split_modules = ["Linear"]  # type: ignore[assignment]
-    return [unit.name for unit in LoCoFSDP(model, mesh=cpu_mesh(), wrap=wrap).loco.units]
-
-
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        ("none", ["(root)", "blocks.0", "blocks.1", "blocks.2"]),
-        ("class", ["(root)", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]),
-        ("classes", ["embedding", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]),
-        ("function", ["(root)", "blocks.1"]),
-        ("no_split", ["(root)", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]),
-    ],
-)
-def test_wrap_chooses_the_units(ranks: Ranks, case: str, names: list[str]) -> None:
-    assert ranks(2).run(choose, case) == [names] * 2
-
-
-def slices() -> list[str]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(8, 8))
-    LoCoFSDP(model, mesh=cpu_mesh())
-    return [type(model[:1]).__name__, type(model).__name__, type(model[1][:1]).__name__]
-
-
-def test_slicing_gives_plain_containers(ranks: Ranks) -> None:
-    assert ranks(2).run(slices) == [["Sequential", "LoCoFSDPSequential", "ModuleList"]] * 2
-
-
-def wrong_wraps() -> list[str]:
-    mesh = cpu_mesh()
-    named = Model(embedding=False)
-    named.loco = 1  # type: ignore[assignment]
-    return [
-        raised(LoCoFSDP, sharded(), mesh=mesh),
-        raised(LoCoFSDP, Model(embedding=False), mesh=mesh, wrap=nn.Conv2d),
-        raised(LoCoFSDP, Model(embedding=False), mesh=mesh, wrap="Block"),
-        raised(LoCoFSDP, "model", mesh=mesh),
-        raised(LoCoFSDP, Model(embedding=False), {"bits": 4}, mesh=mesh),
-        raised(LoCoFSDP, named, mesh=mesh),
-    ]
-
-
-def test_locofsdp_refuses_what_it_cannot_wrap(ranks: Ranks) -> None:
-    starts = [
-        "ValueError: FSDPModel is sharded already: use attach(model, config)",
-        "ValueError: wrap=<class 'torch.nn.modules.conv.Conv2d'> matches no module of Model, which",
-        "TypeError: wrap='Block': it must be a module class",
-        "TypeError: LoCoFSDP shards an nn.Module, not str",
-        "TypeError: config={'bits': 4}",
-        "ValueError: Model has an attribute 'loco'",
-    ]
-    for messages in ranks(2).run(wrong_wraps):
-        for message, start in zip(messages, starts, strict=True):
-            assert message.startswith(start)
-
-
-def training(with_loco: bool) -> list[float]:
-    """Losses of a small regression, with the gradients reduced in 8 bits or in full."""
-    torch.manual_seed(0)
-    model = Model(embedding=False)
-    config = LoCoConfig(bits=8, min_numel=0 if with_loco else 10**9)
-    LoCoFSDP(model, config, mesh=cpu_mesh(), wrap=Block)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    losses = []
-    for _ in range(60):
-        x = torch.randn(32, 8, generator=generator)
-        loss = (model(x) - x.flip(-1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_model_trains_as_well_as_in_full_precision(ranks: Ranks) -> None:
-    full, low = ranks(2).run(training, False)[0], ranks(2).run(training, True)[0]
-    assert low[-1] < 0.7 * low[0]
-    assert low[-1] == pytest.approx(full[-1], rel=0.02)
-    assert low != full
