@@ -90,7 +90,7 @@ class LoCo:
         gradient + error;
         `error_norm`: norm of the error buffers;
         `nonfinite_blocks`: blocks sent as NaN;
-        `spikes`: reductions whose error was dropped because of `LoCoConfig.spike_limit`;
+        `spikes`: exchanges of a unit whose error was dropped, see `LoCoConfig.spike_limit`;
         `reductions`, `bypassed_reductions`: compressed ones, and those in full precision;
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart;
         `error_bytes`, `table_bytes`, `buffer_bytes`: memory of the errors, of the tables of blocks,

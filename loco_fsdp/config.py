@@ -73,6 +73,11 @@ class LoCoConfig:
     """Limit of a unit's relative error, above which the unit goes on in the next width (2, 4, 8
     bits, full precision); None: never. Looked at every 16 reductions, over these."""
 
+    spike_limit: float | None = 10.0
+    """A reduction whose gradient + error on this rank is so many times larger than usual is a
+    spike: it is sent, but leaves no error, which would be sent in dozens of later steps. Usual is
+    the mean norm of the unit's last 100 reductions or so, weighted by itself. None: never."""
+
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
@@ -89,6 +94,10 @@ class LoCoConfig:
             type(self.guard) not in (float, int) or not 0 < self.guard < math.inf
         ):
             self._refuse("guard", "a number > 0 or None")
+        if self.spike_limit is not None and (
+            type(self.spike_limit) not in (float, int) or not 1 < self.spike_limit < math.inf
+        ):
+            self._refuse("spike_limit", "a number > 1 or None")
         for name in ("error_feedback", "check_ranks"):
             if type(getattr(self, name)) is not bool:
                 self._refuse(name, "True or False")

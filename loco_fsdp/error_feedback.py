@@ -7,6 +7,8 @@ from torch import Tensor
 
 from loco_fsdp.codec import ErrorState
 
+_NORM_ELEMENTS = 2**20  # of the error that are widened to float32 at a time
+
 
 class ErrorBuffer:
     """The stored error of the parameters of one FSDP unit, for every destination.
@@ -47,29 +49,29 @@ class ErrorBuffer:
             blocks: blocks of each parameter, by its index.
             device: where the gradient is.
         """
-        states = [] if self.state is None else [self.state]
+        new: dict[int, range] = {}
+        num_rows = self.num_rows
         for parameter, num_blocks in blocks.items():
-            if parameter in self.rows or not num_blocks:
-                self.rows.setdefault(parameter, range(0))
-                continue
-            self.rows[parameter] = range(self.num_rows, self.num_rows + num_blocks)
-            loaded = self._loaded.pop(parameter, None)
-            states.append(
-                ErrorState(
-                    torch.zeros(
-                        self.peers, num_blocks, self.block_size, dtype=self.dtype, device=device
-                    ),
-                    torch.zeros(self.peers, num_blocks, dtype=torch.float32, device=device),
-                )
-                if loaded is None
-                else ErrorState(*(tensor.to(device) for tensor in loaded))
-            )
-        if len(states) > 1:
-            self.state = ErrorState(
-                *(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-            )
-        elif states:
-            self.state = states[0]
+            if parameter not in self.rows:
+                new[parameter] = range(num_rows, num_rows + num_blocks)
+                num_rows += num_blocks
+        self.rows |= new
+        if not any(new.values()):
+            return
+        # One allocation that errors are copied into: concatenating would take twice the memory.
+        before, self.state = self.state, self._zeros(num_rows, device)
+        if before is not None:
+            _copy_rows(before, self.state, range(before.scale.shape[1]))
+        for parameter, rows in new.items():
+            if (loaded := self._loaded.pop(parameter, None)) is not None:
+                _copy_rows(loaded, self.state, rows)
+
+    def _zeros(self, num_rows: int, device: torch.device) -> ErrorState:
+        shape = (self.peers, num_rows)
+        return ErrorState(
+            torch.zeros(*shape, self.block_size, dtype=self.dtype, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+        )
 
     def rows_of(self, parameters: tuple[int, ...]) -> Tensor:
         """The rows of the blocks of these parameters, one after the other, `[blocks]` int64."""
@@ -107,11 +109,17 @@ class ErrorBuffer:
         self.rows, self.state, self._loaded = {}, None, {}
 
     def norm(self) -> Tensor:
-        """Euclidean norm of the error, float32 scalar."""
+        """Euclidean norm of the error, float32 scalar, with little memory beside the error's."""
         if self.state is None:
-            return torch.zeros(())
-        per_block = torch.linalg.vector_norm(self.state.payload.to(torch.float32), dim=-1)
-        norm: Tensor = torch.linalg.vector_norm(per_block * self.state.scale)
+            return torch.zeros((), dtype=torch.float32)
+        payload, scale = self.state.payload.flatten(0, 1), self.state.scale.flatten()
+        per_block = torch.empty_like(scale)
+        num_rows = max(1, _NORM_ELEMENTS // self.block_size)
+        for first in range(0, scale.numel(), num_rows):
+            rows = slice(first, first + num_rows)
+            widened = payload[rows].to(torch.float32)
+            torch.linalg.vector_norm(widened, dim=-1, out=per_block[rows])
+        norm: Tensor = torch.linalg.vector_norm(per_block.mul_(scale))
         return norm
 
     def reset(self) -> None:
@@ -120,3 +128,9 @@ class ErrorBuffer:
         if self.state is not None:
             self.state.payload.zero_()
             self.state.scale.zero_()
+
+
+def _copy_rows(source: ErrorState, target: ErrorState, rows: range) -> None:
+    """Copy all of `source` into these rows of `target`."""
+    for given, tensor in zip(source, target, strict=True):
+        tensor[:, rows.start : rows.stop].copy_(given)

@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loco_fsdp.codec import BlockTable, EncodeStats, decode, decode_encode, encode
+from loco_fsdp.codec import (
+    BlockTable,
+    EncodeStats,
+    ErrorState,
+    decode,
+    decode_encode,
+    drop_spike,
+    encode,
+    make_usual,
+)
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.error_feedback import ErrorBuffer
 from loco_fsdp.profiling import stage
@@ -21,12 +30,14 @@ class Measured(NamedTuple):
     unsent: squared norm of what was not sent then
     error: squared norm of the error buffer
     nonfinite_blocks: sent as NaN so far
+    spikes: reductions so far whose error was dropped
     """
 
     wanted: Tensor
     unsent: Tensor
     error: Tensor
     nonfinite_blocks: Tensor
+    spikes: Tensor
 
 
 class Hop:
@@ -61,32 +72,32 @@ class Hop:
         self.error = ErrorBuffer(peers, config.block_size, dtype)
         self._unit_name = unit_name
         self._beta = config.beta
+        self._spike_limit = config.spike_limit
         self._backend = backend
         self._squares: Tensor | None = None
         self._nonfinite: Tensor | None = None
         self._nonfinite_before = 0
+        self._usual: Tensor | None = None
+        self._usual_before = [0.0, 0.0, 0.0]
         self._num_measured = 0
 
     def reserve(self, num_blocks: int, device: torch.device) -> None:
         """Make room to measure a reduction of so many blocks over all peers."""
         if self._squares is None or self._squares.shape[0] < num_blocks:
-            self._squares = torch.zeros(num_blocks, 2, device=device)
+            self._squares = torch.zeros(num_blocks, 2, dtype=torch.float32, device=device)
         if self._nonfinite is None:
             self._nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
+        if self._usual is None:
+            self._usual = make_usual(device, self._usual_before)
         self._num_measured = num_blocks
 
     def encode(self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool) -> None:
         """`codec.encode`."""
         with self.stage("encode"):
-            encode(
-                gradient,
-                wire,
-                table,
-                self._stats(gradient.shape[0], table),
-                self.error.state if feedback else None,
-                self._beta,
-                backend=self._backend,
-            )
+            error = self.error.state if feedback else None
+            stats = self._stats(gradient.shape[0], table)
+            encode(gradient, wire, table, stats, error, self._beta, backend=self._backend)
+            self._drop_spike(stats, error, table)
 
     def decode(self, wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
         """`codec.decode`."""
@@ -98,16 +109,10 @@ class Hop:
     ) -> None:
         """`codec.decode_encode`."""
         with self.stage("decode and encode"):
-            decode_encode(
-                received,
-                wire,
-                table,
-                self._stats(1, table),
-                self.error.state if feedback else None,
-                self._beta,
-                factor,
-                backend=self._backend,
-            )
+            error, stats = self.error.state if feedback else None, self._stats(1, table)
+            after = (table, stats, error, self._beta, factor)
+            decode_encode(received, wire, *after, backend=self._backend)
+            self._drop_spike(stats, error, table)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """A range of a profile for a stage of this exchange."""
@@ -118,12 +123,28 @@ class Hop:
         squares = self._squares[: peers * table.num_blocks].view(peers, -1, 2)
         return EncodeStats(squares, self._nonfinite)
 
+    def _drop_spike(self, stats: EncodeStats, error: ErrorState | None, table: BlockTable) -> None:
+        if error is None or self._spike_limit is None:
+            return
+        assert self._usual is not None
+        drop_spike(
+            *(stats.squares, self._usual, error.scale, table.rows, self._spike_limit),
+            backend=self._backend,
+        )
+
     def measured(self) -> Measured:
         """What was measured so far; nothing is read from the device."""
         wanted, unsent = self.last_squares()
         error = self.error.norm().to(wanted).square()
         nonfinite = torch.zeros_like(error) if self._nonfinite is None else self._nonfinite[0]
-        return Measured(wanted, unsent, error, nonfinite.to(error) + self._nonfinite_before)
+        spikes = torch.full_like(error, self._usual_before[2])
+        return Measured(
+            wanted,
+            unsent,
+            error,
+            nonfinite.to(error) + self._nonfinite_before,
+            spikes if self._usual is None else self._usual[2],
+        )
 
     def last_squares(self) -> Tensor:
         """`wanted` and `unsent` of `Measured`, `[2]`."""
@@ -141,3 +162,17 @@ class Hop:
     @nonfinite_blocks.setter
     def nonfinite_blocks(self, count: int) -> None:
         self._nonfinite_before, self._nonfinite = count, None
+
+    def usual_state(self) -> list[float]:
+        """What norms are usual and the number of spikes, for a checkpoint. Waits for the device."""
+        return self._usual_before if self._usual is None else self._usual[:3].tolist()
+
+    def load_usual(self, state: list[float]) -> None:
+        """Go on from `usual_state`.
+
+        Raises:
+            ValueError: `state` is not three numbers.
+        """
+        if len(state) != 3:
+            raise ValueError(f"usual_state() is three numbers, got {state!r}")
+        self._usual_before, self._usual = [float(number) for number in state], None

@@ -52,7 +52,7 @@ def report(counters: Iterable[Counters], measured: Iterable[list[float]]) -> dic
         measured: of all their hops: the values of `hop.Measured`.
     """
     total = sum(counters, Counters())
-    wanted, unsent, error, nonfinite_blocks = (
+    wanted, unsent, error, nonfinite_blocks, spikes = (
         math.fsum(column) for column in zip(*measured, strict=True)
     )
     return {
@@ -61,4 +61,5 @@ def report(counters: Iterable[Counters], measured: Iterable[list[float]]) -> dic
         "relative_error": math.sqrt(unsent / wanted) if wanted > 0 else 0.0,
         "error_norm": math.sqrt(error),
         "nonfinite_blocks": nonfinite_blocks,
+        "spikes": spikes,
     }

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from loco_fsdp.codec import (
     BlockTable,
     EncodeStats,
     ErrorState,
+    backends,
     choose_backend,
     decode,
     decode_encode,
@@ -103,6 +105,60 @@ def test_auto_picks_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_backend("auto", CPU) == "compiled"
     assert choose_backend("auto", GPU) == "eager"
+
+
+@pytest.fixture
+def fresh_warnings() -> Iterator[None]:
+    backends._warn_once.cache_clear()
+    yield
+    backends._warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+@pytest.mark.parametrize(
+    ("device", "has_triton", "remedy"),
+    [
+        ("xpu", True, "no kernels"),
+        ("mps", True, "no kernels"),
+        ("mps", False, "no kernels"),
+        ("hpu", True, "no kernels"),
+        ("cuda", False, "install Triton"),
+    ],
+)
+def test_auto_is_eager_where_there_are_no_kernels_and_says_so_once(
+    device: str,
+    has_triton: bool,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Triton on such a device would fail in the first backward."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if has_triton else None)
+    for index in (0, 1):
+        assert choose_backend("auto", torch.device(device, index)) == "eager"
+    (record,) = caplog.records
+    assert record.name == "loco_fsdp" and record.levelname == "WARNING"
+    assert f"on {device} in eager PyTorch" in record.getMessage()
+    assert "many times slower" in record.getMessage() and remedy in record.getMessage()
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_nothing_is_said_where_there_are_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    for name, device in (("auto", CPU), ("auto", GPU), ("eager", torch.device("xpu"))):
+        choose_backend(name, device)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps"])
+def test_triton_elsewhere_than_on_cuda_names_the_remedy(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(ValueError, match=rf'on {device}: use backend="auto" or "eager"'):
+        choose_backend("triton", torch.device(device))
 
 
 def test_a_backend_that_cannot_run_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

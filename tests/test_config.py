@@ -34,6 +34,11 @@ WRONG = [
     ("guard", "0.5"),
     ("guard", True),
     ("guard", float("inf")),
+    ("spike_limit", 1.0),
+    ("spike_limit", "10"),
+    ("spike_limit", True),
+    ("spike_limit", float("inf")),
+    ("spike_limit", float("nan")),
 ]
 
 
@@ -60,6 +65,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "backend": "auto",
         "check_ranks": False,
         "guard": None,
+        "spike_limit": 10.0,
     }
 
 

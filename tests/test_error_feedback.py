@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState
 from loco_fsdp.codec.eager import decode, encode, load_error, store_error
@@ -187,3 +188,60 @@ def test_rows_are_made_once_and_belong_to_their_parameter() -> None:
     assert buffer.norm().item() == pytest.approx(4 * math.sqrt(2 * 2 * BLOCK))
     buffer.reset()
     assert buffer.norm().item() == 0
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of what operations make: not of views, nor of what they write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = {x.untyped_storage().data_ptr() for x in tensors}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.nbytes)
+            self.total += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("dtype", STORAGES, ids=str)
+def test_the_norm_takes_little_memory(dtype: torch.dtype) -> None:
+    """Of 984 MiB of errors it once took twice as much again."""
+    buffer = ErrorBuffer(peers=2, block_size=1024, dtype=dtype)
+    buffer.add({0: 4000}, CPU)  # 8 MiB and more
+    assert buffer.state is not None
+    buffer.state.payload[:, ::3].fill_(2.0)
+    buffer.state.scale.fill_(0.5)
+    with Allocations() as made:
+        norm = buffer.norm()
+    num_ones = 2 * len(range(0, 4000, 3)) * 1024
+    assert norm.item() == pytest.approx(math.sqrt(num_ones), rel=1e-5)
+    assert norm.dtype is torch.float32
+    assert made.largest <= 2**22
+
+
+@pytest.mark.parametrize("dtype", STORAGES, ids=str)
+def test_rows_of_all_parameters_are_made_at_once(dtype: torch.dtype) -> None:
+    """Loaded ones, too: nothing is made beside the error itself."""
+    buffer = ErrorBuffer(peers=2, block_size=BLOCK, dtype=dtype)
+    scale = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    payload = torch.arange(2 * 2 * BLOCK).remainder(7).view(2, 2, BLOCK).to(dtype)
+    buffer.load({1: ErrorState(payload, scale), 5: ErrorState(payload, scale)})
+    with Allocations() as made:
+        buffer.add({0: 3, 1: 2, 2: 0, 3: 400}, CPU)
+    assert buffer.state is not None
+    assert buffer.state.payload.nbytes == 2 * 405 * BLOCK * dtype.itemsize
+    assert made.total == buffer.nbytes
+    assert buffer.rows_of((1, 2, 0)).tolist() == [3, 4, 0, 1, 2]
+    assert torch.equal(buffer.state.payload[:, 3:5].float(), payload.float())
+    assert torch.equal(buffer.state.scale[:, 3:5], scale)
+    assert not buffer.state.scale[:, :3].any() and not buffer.state.scale[:, 5:].any()
+    buffer.add({5: 2, 0: 3}, CPU)  # later ones move what was there
+    assert buffer.rows_of((5, 1)).tolist() == [405, 406, 3, 4]
+    assert torch.equal(buffer.state.scale[:, [3, 4, 405, 406]], scale.repeat(1, 2))
+    kept = buffer.by_parameter()
+    assert sorted(kept) == [0, 1, 2, 3, 5] and torch.equal(kept[5].scale, scale)

@@ -37,6 +37,8 @@ ERROR_DTYPES = (
     torch.int8,
     torch.float8_e4m3fn,
 )
+# Files of kernels that are not named after them.
+MODULES = {"sum_squares": "drop_spike", "drop_spike": "drop_spike"}
 SPAWN = multiprocessing.get_context("spawn")
 POINTERS = {
     torch.float32: "*fp32",
@@ -45,6 +47,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 
 
@@ -127,7 +130,7 @@ def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
 
     from loco_fsdp.codec.layout import BlockLayout
 
-    module = importlib.import_module(f"loco_kernels.{variant.kernel}")
+    module = importlib.import_module(f"loco_kernels.{MODULES.get(variant.kernel, variant.kernel)}")
     name = f"_{variant.kernel}_kernel"
     kernel, recorder = getattr(module, name), _Recorder()
     setattr(module, name, recorder)
@@ -155,6 +158,14 @@ def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
         "squares": torch.zeros(1, layout.num_blocks, 2),
         "nonfinite": torch.zeros(1, dtype=torch.int64),
     }
+    if MODULES.get(variant.kernel) == "drop_spike":
+        other = "_sum_squares_kernel" if name == "_drop_spike_kernel" else "_drop_spike_kernel"
+        setattr(module, other, _Recorder())
+        usual = torch.zeros(6 + module.NUM_PARTS, dtype=torch.float64)
+        scale = torch.zeros(1, layout.num_blocks)
+        module.drop_spike(stats["squares"], usual, scale, table.rows, limit=10.0, decay=0.99)
+        setattr(module, name, kernel)
+        return kernel, recorder.arguments
     launch = getattr(module, variant.kernel)
     if variant.kernel == "compensate_quantize_pack":
         launch(flat, wire, *columns, **common, **rows, **stats, **error, aligned=variant.aligned)
@@ -211,6 +222,11 @@ def other_processes(num_processes: int, barrier: Barrier | None = None) -> Proce
 
 
 DEFAULT = Variant("compensate_quantize_pack")
+SPIKES = [
+    Variant(kernel, torch.float32, torch.float16, target=target)
+    for kernel in ("sum_squares", "drop_spike")
+    for target in ("sm_90", "sm_80", "gfx942")
+]
 
 
 def variants() -> list[Variant]:
@@ -238,7 +254,7 @@ def variants() -> list[Variant]:
             replace(float8, kernel="unpack_reduce_requantize", error=torch.bfloat16, bits=4),
             replace(float8, kernel="unpack_dequantize_reduce", error=None),
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found + SPIKES))
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +311,15 @@ def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -
     assert compiled[DEFAULT].assembly.count("fma.rn.f32") == 2 * 32 + 2 * 24
     decoded = compiled[Variant("unpack_dequantize_reduce", bits=4, error=None, target="sm_80")]
     assert "fma" not in decoded.assembly
+
+
+def test_what_is_usual_is_weighed_in_float64(compiled: dict[Variant, Compiled]) -> None:
+    """The weight of 0.99 and the limit are not those nearest in float32."""
+    for variant in SPIKES:
+        ttir = compiled[variant].ttir
+        assert not re.search(r"arith\.(mulf|divf|addf) .* : (tensor<\S*)?f32", ttir)
+        if variant.kernel == "drop_spike":
+            assert re.search(r"arith\.constant 9\.9000*e-01 : f64", ttir), ttir
 
 
 def test_processes_may_compile_into_one_cache_at_once(tmp_path: Path) -> None:

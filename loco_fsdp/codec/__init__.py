@@ -3,8 +3,9 @@
 from loco_fsdp.codec.backends import choose_backend, get_backend
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockLayout, BlockTable, WireLayout
-from loco_fsdp.codec.ops import decode, decode_encode, encode
+from loco_fsdp.codec.ops import decode, decode_encode, drop_spike, encode
 from loco_fsdp.codec.quantized_tensor import GRADIENT_DTYPES, QuantizedTensor, quantize
+from loco_fsdp.codec.spikes import make_usual
 
 __all__ = [
     "GRADIENT_DTYPES",
@@ -17,7 +18,9 @@ __all__ = [
     "choose_backend",
     "decode",
     "decode_encode",
+    "drop_spike",
     "encode",
     "get_backend",
+    "make_usual",
     "quantize",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor
 from loco_fsdp.codec import eager
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockTable
+from loco_fsdp.codec.spikes import drop_spike
 from loco_kernels.checks import (
     GRADIENT_DTYPES,
     check_blocks,
@@ -26,6 +27,8 @@ from loco_kernels.checks import (
     check_tensor,
 )
 from loco_kernels.cpu_build import load_library
+
+__all__ = ["decode", "decode_encode", "drop_spike", "encode"]
 
 _CPU = torch.device("cpu")
 # `Dtype` of cpu_codec.cpp.

@@ -29,6 +29,9 @@ from einops import rearrange
 from torch import Tensor
 
 from loco_fsdp.codec.layout import BlockTable
+from loco_fsdp.codec.spikes import drop_spike
+
+__all__ = ["decode", "decode_encode", "drop_spike", "encode"]
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -136,7 +139,7 @@ def quantize_blocks(h: Tensor, scale: Tensor, bits: int) -> Tensor:
         large = (x.abs() > THRESHOLD_2BIT).to(x.dtype)
         codes = torch.where(x < 0, -1 - large, large)
     else:
-        codes = torch.where(x < 0, -1.0, 0.0)
+        codes = -(x < 0).to(x.dtype)
     return torch.where(sent.unsqueeze(-1), codes, 0.0).to(torch.int8)
 
 
@@ -145,7 +148,8 @@ def dequantize_blocks(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
     level = codes.to(torch.float32)
     if bits == 2:
         small, large = LEVELS_2BIT
-        magnitude = torch.where((level == 1) | (level == -2), large, small)
+        # Of two numbers `torch.where` makes a tensor of torch's default dtype.
+        magnitude = torch.full_like(level, small).masked_fill_((level == 1) | (level == -2), large)
         level = torch.where(level < 0, -magnitude, magnitude)
     elif bits == 1:
         level = 1 + 2 * level

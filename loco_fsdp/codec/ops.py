@@ -1,4 +1,4 @@
-"""The codec as operators of torch: `loco_fsdp::encode`, `::decode` and `::decode_encode`.
+"""The codec as operators of torch, `loco_fsdp::encode` and the like.
 
 One operator each, whatever backend runs it, so that profilers and fake tensors see them. The
 functions here take the types of `loco_fsdp.codec.eager`, whose docstrings say what they do, and
@@ -59,6 +59,13 @@ def decode_encode(
     torch.ops.loco_fsdp.decode_encode(
         received, wire, *_flat(table), *stats, payload, error_scale, beta, factor, backend
     )
+
+
+def drop_spike(
+    squares: Tensor, usual: Tensor, error_scale: Tensor, rows: Tensor, limit: float, *, backend: str
+) -> None:
+    """`spikes.drop_spike`, run by `backend`."""
+    torch.ops.loco_fsdp.drop_spike(squares, usual, error_scale, rows, limit, backend)
 
 
 @torch.library.custom_op("loco_fsdp::encode", mutates_args=_ENCODE_WRITES)
@@ -137,9 +144,17 @@ def _decode_encode(
     get_backend(backend).decode_encode(received, wire, table, stats, error, beta, factor)
 
 
+@torch.library.custom_op("loco_fsdp::drop_spike", mutates_args=("usual", "error_scale"))
+def _drop_spike(
+    squares: Tensor, usual: Tensor, error_scale: Tensor, rows: Tensor, limit: float, backend: str
+) -> None:
+    get_backend(backend).drop_spike(squares, usual, error_scale, rows, limit)
+
+
 @_encode.register_fake
 @_decode.register_fake
 @_decode_encode.register_fake
+@_drop_spike.register_fake
 def _returns_nothing(*args: object) -> None:
     pass
 

@@ -1,4 +1,4 @@
-"""The codec on GPUs: one launch each of the kernels in `loco_kernels`."""
+"""The codec on GPUs: launches of the kernels in `loco_kernels`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import VECTOR_ELEMENTS, BlockTable
+from loco_fsdp.codec.spikes import DECAY
+from loco_kernels import drop_spike as drop_spike_kernels
 from loco_kernels.compensate_quantize_pack import compensate_quantize_pack
 from loco_kernels.unpack_dequantize_reduce import unpack_dequantize_reduce
 from loco_kernels.unpack_reduce_requantize import unpack_reduce_requantize
@@ -59,6 +61,13 @@ def decode_encode(
         **_blocks(table),
         **_state(stats, error),
     )
+
+
+def drop_spike(
+    squares: Tensor, usual: Tensor, error_scale: Tensor, rows: Tensor, limit: float
+) -> None:
+    """`spikes.drop_spike` in two small launches."""
+    drop_spike_kernels.drop_spike(squares, usual, error_scale, rows, limit=limit, decay=DECAY)
 
 
 def _blocks(table: BlockTable) -> dict[str, Any]:
