@@ -23,7 +23,11 @@ def launch(kernel: str) -> None:
     place, rows = place_on_wire(table), rows_of_wire(table)
     flat = torch.zeros(1, table.shard_numel)
     function = getattr(importlib.import_module(f"loco_kernels.{kernel}"), kernel)
-    if kernel == "compensate_quantize_pack":
+    if kernel == "drop_spike":
+        usual, scale = torch.zeros(70, dtype=torch.float64), torch.zeros(1, 8)
+        squares = torch.zeros(1, table.num_blocks, 2)
+        function(squares, usual, scale, table.rows, limit=10.0, decay=0.99)
+    elif kernel == "compensate_quantize_pack":
         function(flat, outcome.wire, *columns(table), **place, **rows, **outcome.keywords())
     elif kernel == "unpack_dequantize_reduce":
         function(outcome.wire, flat[0], table.starts, table.lengths, **place, **rows)
@@ -31,7 +35,7 @@ def launch(kernel: str) -> None:
         function(outcome.wire, outcome.wire, *columns(table), **place, **outcome.keywords())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ("drop_spike", *KERNELS))
 def test_a_launch_is_on_the_device_of_its_tensors(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,9 +57,11 @@ def test_a_launch_is_on_the_device_of_its_tensors(
             events.append("launch")
 
     monkeypatch.setattr(module, "device_of", recorded)
-    monkeypatch.setattr(module, f"_{kernel}_kernel", Recorder())
+    kernels = [name for name in vars(module) if re.fullmatch("_.*_kernel", name)]
+    for name in kernels:
+        monkeypatch.setattr(module, name, Recorder())
     launch(kernel)
-    assert events == ["enter", "launch", "exit"]
+    assert kernels and events == ["enter", *["launch"] * len(kernels), "exit"]
 
 
 def test_the_device_of_a_tensor_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +87,7 @@ def test_a_cpu_tensor_outside_the_interpreter_names_the_remedy(
         device_of(torch.zeros(1))
 
 
-@pytest.mark.parametrize("kernel", ("blocks", *KERNELS))
+@pytest.mark.parametrize("kernel", ("blocks", "drop_spike", *KERNELS))
 def test_program_ids_are_64_bits_wide_before_any_product(kernel: str) -> None:
     source = importlib.import_module(f"loco_kernels.{kernel}").__file__
     assert source is not None

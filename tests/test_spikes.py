@@ -148,13 +148,19 @@ def test_a_gpu_decides_as_the_definition(name: str) -> None:
         torch.testing.assert_close(ours.usual[:3].cpu(), theirs.usual[:3], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("wrong", [1.0, 0.5])
-def test_a_limit_that_would_drop_all_errors_is_refused(wrong: float) -> None:
-    state = State()
-    with pytest.raises(ValueError, match=rf"limit must be greater than 1, got {wrong}"):
-        get_backend("triton").drop_spike(
-            torch.zeros(2, 3, 2), state.usual, state.scale, state.rows, wrong
-        )
+@pytest.mark.parametrize("backend", ["compiled", "triton"])
+def test_wrong_arguments_name_the_value(backend: str) -> None:
+    state, drop = State(), get_backend(backend).drop_spike
+    squares = torch.zeros(2, 3, 2, dtype=torch.float32)
+    for wrong in (1.0, 0.5, math.nan):
+        with pytest.raises(ValueError, match=rf"limit must be greater than 1, got {wrong}"):
+            drop(squares, state.usual, state.scale, state.rows, wrong)
+    with pytest.raises(ValueError, match=r"usual must have shape \[70\], got \[3\]"):
+        drop(squares, state.usual[:3], state.scale, state.rows, LIMIT)
+    with pytest.raises(TypeError, match=r"usual must be torch\.float64, got torch\.float32"):
+        drop(squares, state.usual.float(), state.scale, state.rows, LIMIT)
+    with pytest.raises(ValueError, match=r"error_scale must have shape \[2, \*\], got \[1, 8\]"):
+        drop(squares, state.usual, state.scale[:1], state.rows, LIMIT)
 
 
 def test_the_operator_passes_the_checks_of_torch() -> None:

@@ -75,3 +75,22 @@ def check_encode(
     if payload is not None and error_scale is not None:
         check_tensor("payload", payload, device, ERROR_DTYPES, peers, -1, block_size)
         check_tensor("error_scale", error_scale, device, (torch.float32,), peers, payload.shape[1])
+
+
+def check_drop_spike(
+    squares: Tensor,
+    usual: Tensor,
+    error_scale: Tensor,
+    rows: Tensor,
+    limit: float,
+    usual_numel: int,
+    device: torch.device,
+) -> None:
+    """Check what every kernel that drops spikes takes."""
+    check_tensor("squares", squares, device, (torch.float32,), -1, -1, 2)
+    peers, num_blocks = squares.shape[:2]
+    check_tensor("usual", usual, device, (torch.float64,), usual_numel)
+    check_tensor("error_scale", error_scale, device, (torch.float32,), peers, -1)
+    check_tensor("rows", rows, device, (torch.int64,), num_blocks)
+    if not limit > 1:
+        raise ValueError(f"limit must be greater than 1, got {limit}")

@@ -448,4 +448,29 @@ void loco_decode_encode(const Blocks* blocks, const State* state, const uint8_t*
   });
 }
 
+// `drop_spike` of loco_fsdp/codec/spikes.py.
+// squares: [peers, num_blocks, 2]; error_scale: [peers, num_rows]; rows: [num_blocks]
+void loco_drop_spike(const float* squares, int64_t peers, int64_t num_blocks, double* usual,
+                     float* error_scale, int64_t num_rows, const int64_t* rows, double limit,
+                     double decay) {
+  double sum = 0;
+  const int64_t num_squares = peers * num_blocks;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < num_squares; ++i) sum += squares[2 * i];
+  const double norm = std::sqrt(sum);
+  const double highest = usual[0] > 0 ? limit * (usual[1] / usual[0]) : INFINITY;
+  const bool spike = norm > highest || std::isinf(norm);
+  const double lower = std::min(norm, highest);
+  const double usual_norm = std::isinf(lower) ? 0 : lower;
+  usual[0] = decay * usual[0] + usual_norm;
+  usual[1] = decay * usual[1] + usual_norm * usual_norm;
+  usual[2] += spike;
+  if (!spike) return;
+  for (int64_t peer = 0; peer < peers; ++peer) {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      error_scale[peer * num_rows + rows[block]] = 0;
+    }
+  }
+}
+
 }  // extern "C"

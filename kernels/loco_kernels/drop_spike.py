@@ -11,12 +11,11 @@ to 0. `usual`, float64 `[6 + NUM_PARTS]`:
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loco_kernels.checks import check_tensor
+from loco_kernels.checks import check_drop_spike
 from loco_kernels.launch import device_of
 
 NUM_PARTS = 64
@@ -69,12 +68,13 @@ def _drop_spike_kernel(
     spike = (norm > highest) | (norm == infinity)
 
     peer = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tile = tl.program_id(0).to(tl.int64)
+    block = tile * SIZE + tl.arange(0, SIZE)
     dropped = block < tl.where(spike, num_blocks, 0)
     row = peer * num_rows + tl.load(rows_ptr + block, mask=dropped, other=0)
     tl.store(error_scale_ptr + row, tl.zeros([SIZE], tl.float32), mask=dropped)
 
-    if (tl.program_id(0) == 0) & (peer == 0):
+    if (tile == 0) & (peer == 0):
         usual_norm = tl.minimum(norm, highest)
         usual_norm = tl.where(usual_norm == infinity, zero, usual_norm)
         tl.store(usual_ptr, decay * total + usual_norm)
@@ -106,13 +106,8 @@ def drop_spike(
         ValueError: a tensor has another shape or device, or a number is out of range.
         RuntimeError: the tensors are on the CPU and Triton is not interpreted.
     """
-    device, (peers, num_blocks) = squares.device, squares.shape[:2]
-    check_tensor("squares", squares, device, (torch.float32,), peers, num_blocks, 2)
-    check_tensor("usual", usual, device, (torch.float64,), 6 + NUM_PARTS)
-    check_tensor("error_scale", error_scale, device, (torch.float32,), peers, -1)
-    check_tensor("rows", rows, device, (torch.int64,), num_blocks)
-    if not limit > 1:
-        raise ValueError(f"limit must be greater than 1, got {limit}")
+    check_drop_spike(squares, usual, error_scale, rows, limit, 6 + NUM_PARTS, squares.device)
+    peers, num_blocks = squares.shape[:2]
     num_squares = peers * num_blocks
     options = {"NUM_PARTS": NUM_PARTS, "SIZE": _SIZE, "num_warps": 4, "enable_fp_fusion": False}
     with device_of(squares):

@@ -15,20 +15,18 @@ import warnings
 import torch
 from torch import Tensor
 
-from loco_fsdp.codec import eager
+from loco_fsdp.codec import eager, spikes
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockTable
-from loco_fsdp.codec.spikes import drop_spike
 from loco_kernels.checks import (
     GRADIENT_DTYPES,
     check_blocks,
+    check_drop_spike,
     check_encode,
     check_row_starts,
     check_tensor,
 )
 from loco_kernels.cpu_build import load_library
-
-__all__ = ["decode", "decode_encode", "drop_spike", "encode"]
 
 _CPU = torch.device("cpu")
 # `Dtype` of cpu_codec.cpp.
@@ -145,6 +143,29 @@ def decode_encode(
         ctypes.c_int64(received.shape[0]),
         ctypes.c_float(factor),
         _pointer(wire),
+    )
+
+
+@torch.no_grad()
+def drop_spike(
+    squares: Tensor, usual: Tensor, error_scale: Tensor, rows: Tensor, limit: float
+) -> None:
+    """See `spikes.drop_spike`; raises like `encode`."""
+    library = _library()
+    if library is None:
+        return spikes.drop_spike(squares, usual, error_scale, rows, limit)
+    peers, num_blocks = squares.shape[:2]
+    check_drop_spike(squares, usual, error_scale, rows, limit, spikes.USUAL_NUMEL, _CPU)
+    library.loco_drop_spike(
+        _pointer(squares),
+        ctypes.c_int64(peers),
+        ctypes.c_int64(num_blocks),
+        _pointer(usual),
+        _pointer(error_scale),
+        ctypes.c_int64(error_scale.shape[1]),
+        _pointer(rows),
+        ctypes.c_double(limit),
+        ctypes.c_double(spikes.DECAY),
     )
 
 
