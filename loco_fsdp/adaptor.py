@@ -204,7 +204,8 @@ class LoCo:
 
         Raises:
             ValueError: `state_dict` is damaged, or ranks give states of different steps; or
-                `strict` is set, and it holds no state for a rank, or errors that do not fit.
+                `strict` is set, and it holds no state for a rank, or errors that do not fit. One
+                from before the first step lacks nothing.
                 Raised on all ranks; nothing is loaded then.
             RuntimeError: this LoCo is detached.
         """

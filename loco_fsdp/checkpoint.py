@@ -6,13 +6,14 @@ import io
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from loco_fsdp.codec import ErrorState
+from loco_fsdp.fsdp_compat import without_wrappers
 from loco_fsdp.hop import Hop
 from loco_fsdp.reducer import Reducer
 from loco_fsdp.stats import Counters
@@ -23,11 +24,23 @@ logger = logging.getLogger("loco_fsdp")
 
 _FORMAT = 1
 
-# What torch.compile and activation checkpointing put into the names of what they wrap.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-Progress = dict[str, tuple[int, int, "int | None"]]
-"""Reductions, bypassed reductions and bits of each FSDP unit: equal on all ranks of its groups."""
+class UnitProgress(NamedTuple):
+    """How far an FSDP unit is: equal on all ranks of its groups.
+
+    reductions, bypassed_reductions: as in `LoCo.stats`
+    bits: of a code, which a guard may have raised; None: full precision
+    num_measured: reductions since the guard's last decision; ranks have to decide together
+    """
+
+    reductions: int
+    bypassed_reductions: int
+    bits: int | None
+    num_measured: int
+
+
+Progress = dict[str, UnitProgress]
+"""How far each FSDP unit is, by its name."""
 
 SavedError = tuple[str, str, dict[str, Any], Tensor, Tensor]
 """Kind of the hop, name of the parameter, what has to be as it was, payload, scale."""
@@ -44,7 +57,9 @@ def save_state(reducers: Sequence[Reducer], with_error: bool) -> dict[str, bytes
         "loco_fsdp": __version__,
         "torch": str(torch.__version__),
         "world_size": dist.get_world_size(),
-        "units": {_clean(reducer.unit.name): _unit_state(reducer) for reducer in reducers},
+        "units": {
+            without_wrappers(reducer.unit.name): _unit_state(reducer) for reducer in reducers
+        },
         "errors": _errors(reducers) if with_error else None,
     }
     buffer = io.BytesIO()
@@ -56,15 +71,9 @@ def _key() -> str:
     return f"rank_{dist.get_rank()}"
 
 
-def _clean(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _unit_state(reducer: Reducer) -> dict[str, Any]:
     return {
-        "parameters": [_clean(name) for name in reducer.unit.parameter_names],
+        "parameters": [without_wrappers(name) for name in reducer.unit.parameter_names],
         "config": reducer.config.to_dict(),
         "bits": reducer.bits,
         "counters": vars(reducer.counters).copy(),
@@ -77,7 +86,7 @@ def _errors(reducers: Sequence[Reducer]) -> list[SavedError]:
     return [
         (
             hop.kind,
-            _clean(reducer.unit.parameter_names[index]),
+            without_wrappers(reducer.unit.parameter_names[index]),
             _place(reducer, hop, index, hop.bits),
             *error,
         )
@@ -100,11 +109,16 @@ def _place(reducer: Reducer, hop: Hop, parameter: int, bits: int) -> dict[str, A
 
 @dataclass
 class _UnitUpdate:
-    """What loading gives one FSDP unit."""
+    """What loading gives one FSDP unit.
+
+    Attributes:
+        num_measured: of the guard, and the sums that it measured on this rank.
+    """
 
     counters: Counters
     bits: int | None
-    guard: tuple[int, list[float]] | None = None
+    num_measured: int = 0
+    guard_sums: list[float] = field(default_factory=list)
     nonfinite_blocks: dict[str, int] = field(default_factory=dict)
     errors: dict[str, dict[int, ErrorState]] = field(default_factory=dict)
 
@@ -114,7 +128,7 @@ class _Finding:
     """What a rank found in its state, told to the others.
 
     Attributes:
-        progress: None where the rank has no state, or one from before the first reduction.
+        progress: None where the rank has no state.
         misfits: why errors start at 0.
         fault: why nothing can be loaded.
     """
@@ -139,12 +153,13 @@ def load_state(reducers: Sequence[Reducer], state_dict: Mapping[str, Any], stric
     groups = dict.fromkeys(group for r in reducers for group in r.deciding_groups())
     for group in groups:
         finding = _agreed([told for _, told in gather(finding, group)])
-    if finding.fault is None and finding.progress is None:
-        finding.misfits = ["the checkpoint holds no LoCo state, or one without any reduction"]
     if finding.fault is None and strict and finding.misfits:
         finding.fault = f"{finding.misfits[0]}; strict=False loads the rest"
     if finding.fault is not None:
         raise ValueError(f"nothing was loaded: {finding.fault}")
+    if finding.progress is None or not (_has_begun(finding.progress) or finding.misfits):
+        # DCP leaves the state as it is now where a checkpoint has none: it cannot be told apart.
+        finding.misfits = ["the checkpoint holds no LoCo state, or one without any reduction"]
     if finding.misfits and all(group.rank() == 0 for group in groups):
         first, *others = finding.misfits
         more = f" (and {len(others)} more like it)" if others else ""
@@ -153,8 +168,10 @@ def load_state(reducers: Sequence[Reducer], state_dict: Mapping[str, Any], stric
         return
     for reducer, update in zip(reducers, updates or map(_blank, reducers), strict=True):
         if finding.progress is not None:
-            known = finding.progress[_clean(reducer.unit.name)]
-            update.counters.reductions, update.counters.bypassed_reductions, update.bits = known
+            known = finding.progress[without_wrappers(reducer.unit.name)]
+            update.counters.reductions = known.reductions
+            update.counters.bypassed_reductions = known.bypassed_reductions
+            update.bits, update.num_measured = known.bits, known.num_measured
         _apply(reducer, update)
 
 
@@ -169,7 +186,7 @@ def _apply(reducer: Reducer, update: _UnitUpdate) -> None:
         hop.error.load(update.errors.get(hop.kind, {}))
         hop.nonfinite_blocks = update.nonfinite_blocks.get(hop.kind, 0)
     if reducer.guard is not None:
-        reducer.guard.load(*(update.guard or (0, [])))
+        reducer.guard.load(update.num_measured, update.guard_sums)
 
 
 def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_UnitUpdate]:
@@ -186,8 +203,12 @@ def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_U
             f"format {state['format']} of loco-fsdp {state['loco_fsdp']}, this is "
             f"{__version__}, which reads format {_FORMAT}"
         )
-    updates = [_unit_update(reducer, state["units"]) for reducer in reducers]
-    if state["errors"] is None:
+    # Up to version 0.1.0 the names of units that are wrappers themselves were saved as they were.
+    units = {without_wrappers(name): unit for name, unit in state["units"].items()}
+    updates = [_unit_update(reducer, units) for reducer in reducers]
+    if not any(_has_reduced(unit["counters"]) for unit in units.values()):
+        pass  # there was no error yet that could be missing
+    elif state["errors"] is None:
         misfits.append("the checkpoint was saved without errors")
     elif state["world_size"] != dist.get_world_size():
         misfits.append(
@@ -198,25 +219,38 @@ def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_U
     return updates
 
 
+def _has_reduced(counters: dict[str, Any]) -> bool:
+    return bool(counters["reductions"] + counters["bypassed_reductions"])
+
+
 def _unit_update(reducer: Reducer, units: dict[str, dict[str, Any]]) -> _UnitUpdate:
-    saved = units.get(_clean(reducer.unit.name))
-    if saved is None:
-        # Wrapped in another way: as many reductions as the unit that held its first parameter.
-        first = _clean(reducer.unit.parameter_names[0])
-        holders = [unit for unit in units.values() if first in unit["parameters"]]
+    saved = units.get(without_wrappers(reducer.unit.name))
+    first = without_wrappers(reducer.unit.parameter_names[0])
+    holder = next((unit for unit in units.values() if first in unit["parameters"]), saved)
+    if holder is None:
+        return _blank(reducer)
+    if holder is not saved:
+        # Wrapped in another way: it goes on from the unit that held its first parameter.
         update = _blank(reducer)
-        for unit in holders[:1]:
-            update.counters.reductions = unit["counters"]["reductions"]
-            update.counters.bypassed_reductions = unit["counters"]["bypassed_reductions"]
+        update.counters.reductions = holder["counters"]["reductions"]
+        update.counters.bypassed_reductions = holder["counters"]["bypassed_reductions"]
+        _take_decisions(reducer, update, holder)
         return update
     update = _UnitUpdate(
         Counters(**saved["counters"]),
         reducer.config.bits,
         nonfinite_blocks=saved["nonfinite_blocks"],
     )
-    if reducer.guard is not None and saved["config"]["bits"] == reducer.config.bits:
-        update.bits, update.guard = saved["bits"], saved["guard"]
+    _take_decisions(reducer, update, saved)
     return update
+
+
+def _take_decisions(reducer: Reducer, update: _UnitUpdate, saved: dict[str, Any]) -> None:
+    """The width that a guard has chosen, and what it has measured since."""
+    if reducer.guard is not None and saved["config"]["bits"] == reducer.config.bits:
+        update.bits = saved["bits"]
+        if saved["guard"] is not None:
+            update.num_measured, update.guard_sums = saved["guard"]
 
 
 def _match_errors(
@@ -226,7 +260,7 @@ def _match_errors(
 ) -> list[str]:
     """Put the errors that fit into `updates`; why the others do not, each reason once."""
     targets = {
-        (hop.kind, _clean(name)): (reducer, update, hop, index)
+        (hop.kind, without_wrappers(name)): (reducer, update, hop, index)
         for reducer, update in zip(reducers, updates, strict=True)
         for hop in reducer.hops
         for index, name in enumerate(reducer.unit.parameter_names)
@@ -265,18 +299,21 @@ def _misfit(
     return f"{unit} was saved with {'; '.join(changed)}" if changed else None
 
 
-def _progress(reducers: Sequence[Reducer], updates: list[_UnitUpdate]) -> Progress | None:
-    progress = {
-        _clean(reducer.unit.name): (
+def _progress(reducers: Sequence[Reducer], updates: list[_UnitUpdate]) -> Progress:
+    return {
+        without_wrappers(reducer.unit.name): UnitProgress(
             update.counters.reductions,
             update.counters.bypassed_reductions,
             update.bits,
+            update.num_measured,
         )
         for reducer, update in zip(reducers, updates, strict=True)
     }
-    if not any(reductions + bypassed for reductions, bypassed, _ in progress.values()):
-        return None
-    return progress
+
+
+def _has_begun(progress: Progress) -> bool:
+    """Whether anything was reduced."""
+    return any(_has_reduced(unit._asdict()) for unit in progress.values())
 
 
 def _agreed(findings: list[_Finding]) -> _Finding:
@@ -284,16 +321,23 @@ def _agreed(findings: list[_Finding]) -> _Finding:
     for finding in findings:
         if finding.fault is not None:
             return finding
+    misfits = [misfit for finding in findings for misfit in finding.misfits]
     known = [finding.progress for finding in findings if finding.progress is not None]
+    begun = [progress for progress in known if _has_begun(progress)]
+    if begun and len(begun) < len(known):
+        misfits.append("a rank has a state without any reduction, while others have more")
+    known = begun or known
     for other in known[1:]:
         for name, progress in known[0].items():
             if other[name] != progress:
                 return _Finding(
                     fault=(
-                        f"FSDP unit {name!r} has (reductions, bypassed reductions, bits) "
-                        f"{progress} on one rank and {other[name]} on another: load states of the "
-                        "same step"
+                        f"FSDP unit {name!r} has {_listed(progress)} on one rank and "
+                        f"{_listed(other[name])} on another: load states of the same step"
                     )
                 )
-    misfits = [misfit for finding in findings for misfit in finding.misfits]
     return _Finding(known[0] if known else None, list(dict.fromkeys(misfits)))
+
+
+def _listed(progress: UnitProgress) -> str:
+    return ", ".join(f"{name}={value}" for name, value in progress._asdict().items())

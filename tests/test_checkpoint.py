@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from checkpoints import bits_of, contents, put, train
 from loco_fsdp import LoCo, LoCoConfig, LoCoFSDP, attach
 from ranks import RankPool, heard, raised
 from toy import Given, Net, backward, batch, cpu_mesh, shard
@@ -48,13 +49,6 @@ def build(name: str, options: dict[str, Any]) -> tuple[Net, LoCo, torch.optim.Op
     return model, model.loco, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        model((step + 1) * batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def save(model: Any, optimizer: torch.optim.Optimizer, path: str) -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments, "loco": model.loco}, checkpoint_id=path)
@@ -66,12 +60,6 @@ def load(model: Any, optimizer: torch.optim.Optimizer, path: str) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
-def contents(state: dict[str, bytes]) -> dict[str, Any]:
-    (blob,) = state.values()
-    saved: dict[str, Any] = torch.load(io.BytesIO(blob))
-    return saved
-
-
 def result(model: Any) -> list[Tensor]:
     """Weights and errors of this rank."""
     errors = contents(model.loco.state_dict())["errors"]
@@ -79,10 +67,6 @@ def result(model: Any) -> list[Tensor]:
         *(parameter.to_local().detach().clone() for parameter in model.parameters()),
         *(tensor for _, _, _, *tensors in errors for tensor in tensors),
     ]
-
-
-def bits_of(tensors: list[Tensor]) -> list[list[int]]:
-    return [tensor.contiguous().view(torch.uint8).flatten().tolist() for tensor in tensors]
 
 
 # --- the same ranks, topology and configuration ----------------------------------------------
@@ -235,27 +219,91 @@ def resized(path: str, name: str, options: dict[str, Any]) -> Any:
     return loco.stats()["reductions"], warnings
 
 
-def without_state(strict: bool) -> Any:
+def guarded(path: str, steps: range) -> Any:
+    model, loco, optimizer = build("flat", {"topology": "flat", "bits": 2, "guard": 1e-6})
+    if steps.start == 0:
+        train(model, optimizer, steps)
+        save(model, optimizer, path)
+    else:
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load({"loco": loco}, checkpoint_id=path, planner=planner)
+        train(model, optimizer, steps)
+    return loco.stats()["reductions"], [unit.bits for unit in loco.units]
+
+
+def test_ranks_that_are_new_decide_together_with_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(guarded, str(tmp_path), range(5)) == [(15, [2, 2, 2])] * 2
+    # 5 of the 16 reductions up to a decision were before the save.
+    assert ranks(4).run(guarded, str(tmp_path), range(5, 15)) == [(45, [2, 2, 2])] * 4
+    assert ranks(4).run(guarded, str(tmp_path), range(5, 16)) == [(48, [4, 4, 4])] * 4
+
+
+def without_state(from_rank: int) -> Any:
+    """Load what holds no state from this rank on, as it is and strictly."""
     model, loco, optimizer = build("flat", {})
-    blank = loco.state_dict()
     train(model, optimizer, range(2))
-    norm = loco.stats()["error_norm"]
-    results = []
-    for state in ({}, blank):
-        if strict:
-            results.append(raised(loco.load_state_dict, state, strict=True))
-            assert loco.stats()["error_norm"] == norm
-        else:
-            results.append(heard(lambda: loco.load_state_dict(state)))  # noqa: B023
-    return results
+    state = loco.state_dict() if dist.get_rank() < from_rank else {}
+    before = loco.stats()
+    error = raised(loco.load_state_dict, state, strict=True)
+    unchanged = loco.stats() == before
+    warnings = heard(lambda: loco.load_state_dict(state))
+    return error, unchanged, warnings
 
 
 def test_no_state_is_a_warning_or_an_error_under_strict(ranks: Ranks) -> None:
-    first, second = ranks(2).run(without_state, False)
-    assert [len(messages) for messages in first] == [1, 1] and second == [[], []]
-    assert "the checkpoint holds no LoCo state" in first[0][0]
-    for messages in ranks(2).run(without_state, True):
-        assert all(m.startswith("ValueError: nothing was loaded: the checkpoint") for m in messages)
+    for from_rank, warning in [(0, "the checkpoint holds no LoCo state"), (1, "has no 'rank_1'")]:
+        results = ranks(2).run(without_state, from_rank)
+        for error, unchanged, warnings in results:
+            missing = f"nothing was loaded: the checkpoint has no 'rank_{from_rank}'; strict=False"
+            assert error.startswith(f"ValueError: {missing}")
+            assert unchanged
+            assert len(warnings) <= 1
+        assert warning in results[0][2][0] and results[1][2] == []
+
+
+def from_before_the_first_step(path: str, error: bool) -> Any:
+    """Saved before the first step, and loaded by a training that is two steps ahead."""
+    model, loco, _ = build("flat", {})
+    start = [parameter.to_local().clone() for parameter in model.parameters()]
+    state = {"loco": loco.state_dict(error=error)}
+    dcp.save(state, checkpoint_id=path)
+    model, loco, optimizer = build("flat", {})
+    results = []
+    for _ in range(2):
+        dcp.load(state, checkpoint_id=path)
+        loco.load_state_dict(state["loco"], strict=True)
+        put(start, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = loco.stats()["reductions"], loco.stats()["error_norm"]
+        train(model, optimizer, range(2))
+        results.append((before, loco.stats(), bits_of(result(model))))
+    return results
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_a_state_from_before_the_first_step_is_whole(
+    ranks: Ranks, tmp_path: Path, error: bool
+) -> None:
+    for first, second in ranks(2).run(from_before_the_first_step, str(tmp_path), error):
+        assert first == second
+        assert first[0] == (0, 0)
+        assert first[1]["reductions"] == 6 and first[1]["error_norm"] > 0
+
+
+def one_rank_from_before_the_first_step() -> Any:
+    model, loco, optimizer = build("flat", {})
+    blank = loco.state_dict()
+    train(model, optimizer, range(2))
+    state = blank if dist.get_rank() == 1 else loco.state_dict()
+    error = raised(loco.load_state_dict, state, strict=True)
+    return error, heard(lambda: loco.load_state_dict(state))
+
+
+def test_one_rank_with_a_state_from_before_the_first_step_lacks_its_errors(ranks: Ranks) -> None:
+    text = "a rank has a state without any reduction, while others have more"
+    (first, warnings), (second, silent) = ranks(2).run(one_rank_from_before_the_first_step)
+    assert text in first and text in second
+    assert text in warnings[0] and silent == []
 
 
 def without_errors() -> Any:
@@ -310,6 +358,22 @@ def test_parameter_frozen_since_the_save_keeps_its_error(ranks: Ranks, tmp_path:
     first, second = ranks(2).run(frozen_and_wrapped_anew, str(tmp_path))
     assert first[1:] == second[1:] == ([], 0.0, [True, True], True)
     assert "the model has no parameter 'a'" in first[0][0] and second[0] == []
+
+
+def nothing_in_common() -> Any:
+    """Saved after a step by a model of which the present one has no unit and no parameter."""
+    old, loco, optimizer = build("flat", {})
+    train(old, optimizer, range(1))
+    new = nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=cpu_mesh()))
+    other = attach(new, LoCoConfig(block_size=32))
+    error = raised(other.load_state_dict, loco.state_dict(), strict=True)
+    return error, heard(lambda: other.load_state_dict(loco.state_dict()))
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_an_early_one(ranks: Ranks) -> None:
+    (first, warnings), (second, silent) = ranks(2).run(nothing_in_common)
+    assert "nothing was loaded: the model has no parameter 'head.weight'" in first == second
+    assert "the model has no parameter 'head.weight'" in warnings[0] and silent == []
 
 
 def regrouped(path: str) -> Any:
