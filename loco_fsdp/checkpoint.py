@@ -78,6 +78,7 @@ def _unit_state(reducer: Reducer) -> dict[str, Any]:
         "bits": reducer.bits,
         "counters": vars(reducer.counters).copy(),
         "nonfinite_blocks": {hop.kind: hop.nonfinite_blocks for hop in reducer.hops},
+        "usual": {hop.kind: hop.usual_state() for hop in reducer.hops},
         "guard": None if reducer.guard is None else reducer.guard.state(),
     }
 
@@ -120,6 +121,7 @@ class _UnitUpdate:
     num_measured: int = 0
     guard_sums: list[float] = field(default_factory=list)
     nonfinite_blocks: dict[str, int] = field(default_factory=dict)
+    usual: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, dict[int, ErrorState]] = field(default_factory=dict)
 
 
@@ -185,6 +187,8 @@ def _apply(reducer: Reducer, update: _UnitUpdate) -> None:
     for hop in reducer.hops:
         hop.error.load(update.errors.get(hop.kind, {}))
         hop.nonfinite_blocks = update.nonfinite_blocks.get(hop.kind, 0)
+        if hop.kind in update.usual:
+            hop.load_usual(update.usual[hop.kind])
     if reducer.guard is not None:
         reducer.guard.load(update.num_measured, update.guard_sums)
 
@@ -240,6 +244,7 @@ def _unit_update(reducer: Reducer, units: dict[str, dict[str, Any]]) -> _UnitUpd
         Counters(**saved["counters"]),
         reducer.config.bits,
         nonfinite_blocks=saved["nonfinite_blocks"],
+        usual=saved.get("usual", {}),  # version 0.1.0 did not save it
     )
     _take_decisions(reducer, update, saved)
     return update

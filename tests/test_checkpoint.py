@@ -137,6 +137,47 @@ def test_asynchronous_save_holds_the_moment_of_the_call(ranks: Ranks, tmp_path: 
     assert ranks(2).run(asynchronous, str(tmp_path)) == [(True, False)] * 2
 
 
+def usual_norms(old: bool) -> Any:
+    """What hops hold to be usual, after it is saved by one LoCo and loaded by another."""
+    _, first, _ = build("hierarchical", TOPOLOGIES["hierarchical"])
+    model, second, optimizer = build("hierarchical", TOPOLOGIES["hierarchical"])
+    train(model, optimizer, range(1))
+    learned = usual_of(second)
+    for index, reducer in enumerate(second._reducers):
+        for number, hop in enumerate(reducer.hops):
+            hop.load_usual([index + 0.5, number + 0.25, 2.0 * dist.get_rank()])
+    given = usual_of(second)
+    state = second.state_dict()
+    if old:
+        state = {key: without_usual(blob) for key, blob in state.items()}
+    before = usual_of(first)
+    first.load_state_dict(state, strict=True)
+    return learned, given, before, usual_of(first)
+
+
+def usual_of(loco: LoCo) -> list[list[float]]:
+    return [hop.usual_state() for reducer in loco._reducers for hop in reducer.hops]
+
+
+def without_usual(blob: bytes) -> bytes:
+    saved = torch.load(io.BytesIO(blob))
+    for unit in saved["units"].values():
+        del unit["usual"]
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    return buffer.getvalue()
+
+
+def test_what_norms_are_usual_comes_back_and_older_checkpoints_lack_it(ranks: Ranks) -> None:
+    for rank, (learned, given, before, after) in enumerate(ranks(4).run(usual_norms, False)):
+        two_hops = [(0.25, 1.25)] * 3  # of the head, and of two blocks
+        expected = [[unit + 0.5, hop, 2.0 * rank] for unit in range(3) for hop in two_hops[unit]]
+        assert after == given == expected
+        assert learned != given and before != given
+    for _, _, before, after in ranks(4).run(usual_norms, True):
+        assert after == before
+
+
 # --- something has changed -------------------------------------------------------------------
 
 
