@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.all_reduce import LoCoAllReduce
 from loco_fsdp.collective_rates import measure_rates
 from loco_fsdp.cost_model import Job
 from loco_fsdp.exchange import exchange
 from loco_fsdp.fsdp_compat import fsdp_units
 from loco_fsdp.probe import measure_cluster
+from loco_fsdp.replicas import ReplicaAllReduce
 
 _INTERFACES = Path("/sys/class/net")
 
@@ -308,7 +308,8 @@ def main() -> None:
     stopwatch = Stopwatch()
     # Stock FSDP2 reduces over replicas by dist.all_reduce, and no other step here calls it.
     dist.all_reduce = stopwatch.timed(dist.all_reduce)
-    for reducer in {LoCoAllReduce, *(kind for trainee in trainees for kind in trainee.reducers())}:
+    reducers = {kind for trainee in trainees for kind in trainee.reducers()}
+    for reducer in {ReplicaAllReduce, *reducers}:
         reducer.__call__ = stopwatch.timed(reducer.__call__)
     while True:
         command, *arguments = lines.get().split()
