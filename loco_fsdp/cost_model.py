@@ -294,8 +294,13 @@ def _reduction(way: str, cluster: Cluster, job: Job) -> Reduction:
     exchange = Transfer("exchange", "across", wire_bytes / local)
     if way == "loco-hierarchical":
         return Reduction([inside, exchange], 1, numel / local)
+    if nodes == 1:
+        return Reduction([inside, exchange, exchange], 0, numel / local)
+    if nodes == 2:  # each sends the other all its codes, and decodes both
+        both = Transfer("exchange", "across", 2 * wire_bytes / local)
+        return Reduction([inside, both], _ENCODING + (1 - _ENCODING) * 2, numel / local)
     # HSDP encodes a shard, decodes it twice and encodes its part of the sum.
-    passes = _ENCODING * (1 + 1 / nodes) + (1 - _ENCODING) * 2 if nodes > 1 else 0
+    passes = _ENCODING * (1 + 1 / nodes) + (1 - _ENCODING) * 2
     return Reduction([inside, exchange, exchange], passes, numel / local)
 
 
@@ -352,7 +357,9 @@ def _error_bytes(way: str, cluster: Cluster, config: LoCoConfig) -> float:
     one = dtype.itemsize + 4 / config.block_size
     if way == "loco-flat" or (way == "loco-hierarchical" and cluster.num_nodes == 1):
         return one
-    return one / cluster.ranks_per_node * (1 + 1 / cluster.num_nodes if "hsdp" in way else 1)
+    # Over more than two replicas the sums that a replica sends have an error, too.
+    sums = 1 / cluster.num_nodes if "hsdp" in way and cluster.num_nodes > 2 else 0
+    return one / cluster.ranks_per_node * (1 + sums)
 
 
 def _check_count(name: str, value: object) -> None:

@@ -124,16 +124,27 @@ def test_overlap_hides_communication_behind_computation() -> None:
 def test_latency_counts_messages_of_every_unit() -> None:
     cluster = dataclasses.replace(SMALL, latency_s=1e-3)
     job = dataclasses.replace(JOB, num_units=10)
-    for way, messages in (("fsdp-bf16", 3), ("loco-flat", 1), ("hsdp-loco", 2)):
+    for way, messages in (("fsdp-bf16", 3), ("loco-flat", 1), ("hsdp-loco", 1)):
         added = predict(way, cluster, job).reduce_s - predict(way, SMALL, job).reduce_s
         assert added == pytest.approx(messages * 10 * 1e-3)
+
+
+def test_more_than_two_replicas_send_sums_and_keep_their_error() -> None:
+    three = dataclasses.replace(SMALL, num_nodes=3)
+    late = dataclasses.replace(three, latency_s=1e-3)
+    job = dataclasses.replace(JOB, num_units=10)
+    first, second = (predict("hsdp-loco", cluster, job) for cluster in (three, late))
+    assert second.reduce_s - first.reduce_s == pytest.approx(2 * 10 * 1e-3)
+    # A shard of a node of two ranks, and the third of it that a replica sums.
+    one = 2 + 4 / 256
+    assert first.error_bytes_per_parameter == pytest.approx(one * (1 / 2 + 1 / 2 / 3))
 
 
 def test_ranks_wait_in_every_call_of_every_unit() -> None:
     job = dataclasses.replace(JOB, num_units=10, overlap=0.0)
     waiting = dataclasses.replace(SMALL, wait_s=1e-3)
-    # Two gathers; two hops reduce inside the node for each of 2 nodes, HSDP exchanges twice.
-    calls = {"fsdp-bf16": 1, "loco-flat": 1, "loco-hierarchical": 3, "hsdp-bf16": 2, "hsdp-loco": 3}
+    # Two gathers; two hops reduce inside the node for each of 2 nodes, two replicas exchange once.
+    calls = {"fsdp-bf16": 1, "loco-flat": 1, "loco-hierarchical": 3, "hsdp-bf16": 2, "hsdp-loco": 2}
     for way, number in calls.items():
         before, after = predict(way, SMALL, job), predict(way, waiting, job)
         assert after.reduce_s - before.reduce_s == pytest.approx(number * 10 * 1e-3)
@@ -168,7 +179,7 @@ def test_codec_takes_its_latency_for_every_unit_and_pass() -> None:
     job = dataclasses.replace(JOB, num_units=10)
     slow = dataclasses.replace(SMALL, codec_latency_s=1e-3)
     # HSDP on 2 nodes encodes a shard and half of one, and decodes two halves and two halves.
-    passes = {"fsdp-bf16": 0, "loco-flat": 1, "loco-hierarchical": 1, "hsdp-loco": 0.75 * 1.5 + 0.5}
+    passes = {"fsdp-bf16": 0, "loco-flat": 1, "loco-hierarchical": 1, "hsdp-loco": 0.75 + 0.5}
     for way, number in passes.items():
         added = predict(way, slow, job).reduce_s - predict(way, SMALL, job).reduce_s
         assert added == pytest.approx(number * 10 * 1e-3)
@@ -193,7 +204,7 @@ def test_measurable_calls_are_those_of_the_ways() -> None:
         ("reduce-scatter", "node", "float32"): [2 * unit, 4 * unit],  # hierarchical: a node's half
         ("reduce-scatter", "node", "bfloat16"): [2 * unit],
         ("exchange", "all", "uint8"): [wire, 2 * unit],  # flat, and 16 bits
-        ("exchange", "across", "uint8"): [wire // 2],
+        ("exchange", "across", "uint8"): [wire // 2, wire],  # two hops, and between two replicas
         ("all-gather", "all", "uint8"): [2 * unit],
         ("all-gather", "node", "uint8"): [2 * unit],
         ("all-reduce", "across", "float32"): [2 * unit],
@@ -235,7 +246,7 @@ def test_fewer_bits_send_less(way: str) -> None:
         ("fsdp-fp32", 0),
         ("loco-flat", 1),
         ("loco-hierarchical", 1 / 2),
-        ("hsdp-loco", 1 / 2 + 1 / 2 / 2),  # a shard, and its part of the sum
+        ("hsdp-loco", 1 / 2),  # a shard
     ],
 )
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("float16", 2), ("float32", 4), ("int8", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +33,14 @@ class Given(nn.Module):
 
 def cpu_mesh(*shape: int) -> DeviceMesh:
     """A mesh of all ranks on the CPU; 1-D by default, (replicate, shard) with two sizes."""
-    names = ("replicate", "shard")[-len(shape) :] if shape else ("shard",)
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    return _cpu_mesh(dist.group.WORLD, shape or (dist.get_world_size(),))
+
+
+@cache
+def _cpu_mesh(world: dist.ProcessGroup, shape: tuple[int, ...]) -> DeviceMesh:
+    """Made once while the default group lives: each mesh has groups, with threads of their own."""
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def backward(model: nn.Module, **gradients: Tensor) -> None:
