@@ -234,3 +234,28 @@ def test_profile_names_stage_hop_and_unit(
     units = ["(root)", "blocks.0", "blocks.1"]
     expected = {f"LoCo::{stage} ({unit})" for stage in stages for unit in units}
     assert ranks(4).run(profiled, name, options) == [expected] * 4
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def tables() -> list[float]:
+    """Bytes of tables after 0, 1, 2 and 70 sets of parameters, and when they are forgotten."""
+    names = [f"p{index}" for index in range(7)]
+    model = fully_shard(Given(**{name: (100,) for name in names}), mesh=cpu_mesh())
+    loco = attach(model, LoCoConfig(block_size=32))
+    counts = [loco.stats()["table_bytes"]]
+    for number in range(1, 71):
+        used = [name for bit, name in enumerate(names) if number >> bit & 1]
+        backward(model, **{name: torch.ones(100) for name in used})
+        if number in (1, 2, 70):
+            counts.append(loco.unit_stats()["(root)"]["table_bytes"])
+    loco.detach()
+    return [*counts, loco.stats()["table_bytes"]]
+
+
+def test_tables_of_blocks_are_counted(ranks: Ranks) -> None:
+    # A shard of 50 elements has 2 blocks; start, length and row of each are 8 bytes.
+    one = 2 * 3 * 8
+    kept = sum(number.bit_count() for number in range(7, 71)) * one  # the last 64 sets
+    assert ranks(2).run(tables) == [[0, one, 2 * one, kept, 0]] * 2

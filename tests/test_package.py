@@ -134,3 +134,15 @@ dist.all_gather_object([None], "what attach compares, where there are more ranks
 dist.destroy_process_group()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_versions_of_torch_are_not_compared() -> None:
+    """As strings "2.14.0a0+git" and "2.14.0rc1" come before 2.14: ask for the feature instead."""
+    files = [
+        path for part in ("loco_fsdp", "kernels", "scripts") for path in (ROOT / part).rglob("*.py")
+    ]
+    assert len(files) > 40
+    for path in files:
+        assert not re.search(
+            r"__version__\s*(<|>|==|!=)|(<|>|=)\s*torch\.__version__", path.read_text()
+        )
