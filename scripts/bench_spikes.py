@@ -1,9 +1,9 @@
 """What spikes cost in loss, and which `LoCoConfig.spike_limit` keeps that from happening.
 
-Trains a small network to read digits on 4 simulated ranks, whose gradients go through the codec with
-error feedback. One rank's gradient is now and then multiplied by 10 to 10,000; the step is clipped
-to a norm of 1, as all steps are, or left out. Prints the mean loss over the last 50 steps, over
-seeds, less that of the same training in full precision, in 1e-3 nats, and how many errors were
+Trains a small network to read digits on 4 simulated ranks, whose gradients go through the codec
+with error feedback. One rank's gradient is now and then multiplied by 10 to 10,000; the step is
+clipped to a norm of 1, as all steps are, or left out. Prints the mean loss over the last 50 steps,
+over seeds, less that of the same training in full precision, in 1e-3 nats, and how many errors were
 dropped. Needs the extra `vision`.
 
     python scripts/bench_spikes.py
