@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ranks import RankPool
+from ranks import RankPool, rank_pools
 
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter, if this is set before anybody imports Triton.
@@ -19,13 +19,5 @@ settings.load_profile("loco")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n)`: the pool of n ranks."""
-    pools: dict[int, RankPool] = {}
-
-    def get(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield get
-    for pool in pools.values():
-        pool.stop()
+    with rank_pools() as pools:
+        yield pools

@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -88,6 +89,21 @@ class RankPool:
         for process in self._processes:
             process.join()
         self._processes, self._connections = [], []
+
+
+@contextmanager
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """`pools(n)`: the pool of n ranks, always the same one."""
+    pools: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        pool.stop()
 
 
 def _serve(rank: int, world_size: int, store: str, timeout_s: int, connection: Connection) -> None:

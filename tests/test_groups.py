@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -18,12 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from loco_fsdp import LoCoConfig, attach, collectives, exchange
-from ranks import RankPool
+from ranks import RankPool, rank_pools
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 
 Ranks = Callable[[int], RankPool]
 
 TWO_NODES = {"topology": "hierarchical", "node_size": 2, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Ranks of this file's own: those of all tests still have groups of reductions that none
+    detached, and would share them here."""
+    with rank_pools() as pools:
+        yield pools
 
 
 def live_groups() -> int:
