@@ -67,6 +67,17 @@ class Mlp(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
+class Scale(nn.Module):
+    """A block with parameters of its own and no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Net(nn.Module):
     """Two blocks and a head."""
 
@@ -97,6 +108,10 @@ def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, LoCo]:
         torch.manual_seed(0)
         models.append(build())
     return models[0], models[1], attach(models[1], LoCoConfig(bits=8, block_size=64))
+
+
+def names_of(model: Any) -> list[str]:
+    return [unit.name for unit in model.loco.units]
 
 
 def batch() -> Tensor:

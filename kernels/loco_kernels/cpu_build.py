@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu_codec.cpp")
+HEADER = Path(__file__).with_name("cpu_dtypes.h")
 
 # Rounding as in eager PyTorch, operation by operation; infinities and NaN are kept.
 _FLAGS = (
@@ -50,7 +51,8 @@ def load_library() -> ctypes.CDLL:
     vector_flags = _VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())
     command = (compiler, *_FLAGS, *vector_flags, str(SOURCE))
     version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), *command, version)).encode()).hexdigest()
+    parts = (SOURCE.read_text(), HEADER.read_text(), *command, version)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     try:
         library = _cache_directory() / f"cpu_codec-{key[:16]}.so"
         if not library.exists():

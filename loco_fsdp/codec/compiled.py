@@ -29,7 +29,7 @@ from loco_kernels.checks import (
 from loco_kernels.cpu_build import load_library
 
 _CPU = torch.device("cpu")
-# `Dtype` of cpu_codec.cpp.
+# `Dtype` of cpu_dtypes.h.
 _DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
