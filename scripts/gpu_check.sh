@@ -13,7 +13,7 @@ export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
 
 nvidia-smi >"$out/device.txt" 2>&1
 "$python" -c "import torch; assert torch.cuda.is_available(), 'no GPU'" || exit 1
-timeout 240 "$python" -m pytest tests/test_gpu.py tests/test_kernel_*.py \
+timeout 240 "$python" -m pytest tests/test_gpu.py tests/test_spikes.py tests/test_kernel_*.py \
     --junitxml "$out/tests.xml" 2>&1 | tee "$out/tests.txt"
 tests=${PIPESTATUS[0]}
 timeout 210 "$python" scripts/bench_codec.py --output "$out" 2>&1 | tee "$out/bench.txt"

@@ -101,9 +101,11 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
             pools[world_size] = RankPool(world_size)
         return pools[world_size]
 
-    yield get
-    for pool in pools.values():
-        pool.stop()
+    try:
+        yield get
+    finally:
+        for pool in pools.values():
+            pool.stop()
 
 
 def _serve(rank: int, world_size: int, store: str, timeout_s: int, connection: Connection) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loco_fsdp import LoCoConfig
 from loco_fsdp.codec import choose_backend
+from loco_fsdp.notices import Notices
 from loco_fsdp.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.workspace import Workspace
 
@@ -44,7 +45,7 @@ def reduce_scatter(device: str, config: LoCoConfig) -> LoCoReduceScatter:
         world_size=WORLD_SIZE,
         process_groups=[],
         reduce_scatter=None,
-        force_sum=False,
+        replicas=1,
         reduce_dtype=torch.float32,
         active=tuple(range(len(SHARD_NUMELS))),
         shard_numels=SHARD_NUMELS,
@@ -58,6 +59,7 @@ def reduce_scatter(device: str, config: LoCoConfig) -> LoCoReduceScatter:
         groups=None,
         node_size=1,
         workspace=Workspace(),
+        notices=Notices(),
     )
 
 

@@ -33,7 +33,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT if package == "loco_fsdp" else ROOT / "kernels"))
         for package in ("loco_fsdp", "kernels/loco_kernels")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".cpp") or path.name == "py.typed"
+        if path.suffix in (".py", ".cpp", ".h") or path.name == "py.typed"
     }
     assert {name for name in files if ".dist-info/" not in name} == expected
     assert {"loco_fsdp/py.typed", "loco_fsdp/__init__.py", "loco_kernels/__init__.py"} < expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -83,12 +84,17 @@ def all_steps(bits: int, backend: str, error_dtype: torch.dtype) -> list[Tensor]
     return results
 
 
+undisturbed = functools.cache(all_steps)
+
+
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 @pytest.mark.parametrize("backend", ["eager", "compiled", TRITON])
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_reductions_are_the_same(surroundings: str, backend: str, bits: int) -> None:
-    for error_dtype in ERROR_DTYPES if backend == "compiled" else ERROR_DTYPES[bits % 3 :: 3]:
-        expected = all_steps(bits, backend, error_dtype)
+    # The slower backends take turns: every dtype with some width.
+    step = {"compiled": 1, "eager": 3, "triton": 4}[backend]
+    for error_dtype in ERROR_DTYPES[bits.bit_length() % step :: step]:
+        expected = undisturbed(bits, backend, error_dtype)
         change, dtype = SURROUNDINGS[surroundings]
         with change(dtype):
             found = all_steps(bits, backend, error_dtype)
