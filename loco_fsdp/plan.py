@@ -3,8 +3,8 @@
     python -m loco_fsdp.plan --parameters 8e9 --nodes 4 --ranks-per-node 8 \\
         --inter-bandwidth 100Gb/s --intra-bandwidth 3.6Tb/s --compute 2s
 
-`loco_fsdp.cost_model` says how they are worked out. Here links carry what they are said to;
-`loco_fsdp.probe` measures them on the cluster itself.
+`loco_fsdp.planning.cost_model` says how they are worked out. Here links carry what they are said
+to; `loco_fsdp.probe` measures them on the cluster itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.cost_model import DTYPE_BYTES, Cluster, Job, Prediction, predict_all
-from loco_fsdp.quantities import (
+from loco_fsdp.planning.cost_model import DTYPE_BYTES, Cluster, Job, Prediction, predict_all
+from loco_fsdp.planning.quantities import (
     format_size,
     format_time,
     parse_count,

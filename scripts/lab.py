@@ -40,7 +40,7 @@ import torch
 from lab_network import INTERFACE, LabError, LabNetwork, check_machine
 from lab_rank import COMPUTE, RankSpec
 from lab_report import add_plan, join, plot, summarize, table
-from loco_fsdp.quantities import parse_rate, parse_seconds
+from loco_fsdp.planning.quantities import parse_rate, parse_seconds
 
 WAYS = (
     *("fsdp-fp32", "fsdp-bf16", "ring-fp32", "ring-bf16", "fsdp-alltoall"),

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lab_rank import RankSpec
-from loco_fsdp.cost_model import Cluster, predict
+from loco_fsdp.planning.cost_model import Cluster, predict
 
 _PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
 

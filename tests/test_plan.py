@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loco_fsdp import LoCoConfig, probe
-from loco_fsdp.collective_rates import line_through
-from loco_fsdp.cost_model import (
+from loco_fsdp.plan import main, recommend, report
+from loco_fsdp.planning.cost_model import (
     WAYS,
     Cluster,
     Job,
@@ -21,9 +21,9 @@ from loco_fsdp.cost_model import (
     predict_all,
     wire_bytes_per_element,
 )
-from loco_fsdp.plan import main, recommend, report
+from loco_fsdp.planning.quantities import parse_count, parse_rate, parse_seconds
+from loco_fsdp.planning.rates import line_through
 from loco_fsdp.probe import measure_cluster
-from loco_fsdp.quantities import parse_count, parse_rate, parse_seconds
 from ranks import RankPool, raised
 
 NUMEL = 2**20  # each of its 4 or 16 shards is a whole number of blocks

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
+from loco_fsdp.planning.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
 from ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loco_fsdp.collectives import all_gather, reduce_scatters
-from loco_fsdp.cost_model import Cluster, Job, Transfer, measurable_calls, rate_key
 from loco_fsdp.exchange import exchange
-from loco_fsdp.timing import seconds_from_barrier
+from loco_fsdp.planning.cost_model import Cluster, Job, Transfer, measurable_calls, rate_key
+from loco_fsdp.planning.timing import seconds_from_barrier
 
 # Of (the whole tensor `[ranks, n]`, one that is as large, and the group).
 Collective = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
