@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from loco_fsdp.agreement import Plan, Select, agreed_plans
-from loco_fsdp.all_reduce import LoCoAllReduce
 from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units
-from loco_fsdp.groups import HopGroups, Route
-from loco_fsdp.notices import LATE, Notices
-from loco_fsdp.precision import without_autocast
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
-from loco_fsdp.reducer import Reducer
+from loco_fsdp.frontends.fsdp2 import FSDPUnit, fsdp_units
+from loco_fsdp.reduction.all_reduce import LoCoAllReduce
+from loco_fsdp.reduction.groups import HopGroups, Route
+from loco_fsdp.reduction.notices import LATE, Notices
+from loco_fsdp.reduction.precision import without_autocast
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.reduction.reducer import Reducer
+from loco_fsdp.reduction.stats import report
+from loco_fsdp.reduction.workspace import Workspace
 from loco_fsdp.report import Report, UnitInfo, summarize, unit_info
-from loco_fsdp.stats import report
-from loco_fsdp.workspace import Workspace
 
 logger = logging.getLogger("loco_fsdp")
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from loco_fsdp.codec import choose_backend
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import FSDPUnit, is_stock
-from loco_fsdp.reducer import Reducer
-from loco_fsdp.replicas import ReplicaAllReduce, replicas_of
-from loco_fsdp.topology import gather, ranks_per_node
+from loco_fsdp.frontends.fsdp2 import FSDPUnit, is_stock
+from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce, replicas_of
+from loco_fsdp.reduction.reducer import Reducer
+from loco_fsdp.reduction.topology import gather, ranks_per_node
 from loco_fsdp.version import __version__
 
 Select = Callable[[str, nn.Module], "bool | LoCoConfig"]

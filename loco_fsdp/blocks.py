@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from loco_fsdp.fsdp_compat import unwrapped
+from loco_fsdp.wrappers import unwrapped
 
 Wrap: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]"
 

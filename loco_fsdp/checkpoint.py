@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loco_fsdp.codec import ErrorState
-from loco_fsdp.fsdp_compat import without_wrappers
-from loco_fsdp.hop import Hop
-from loco_fsdp.reducer import Reducer
-from loco_fsdp.stats import Counters
-from loco_fsdp.topology import gather
+from loco_fsdp.reduction.hop import Hop
+from loco_fsdp.reduction.reducer import Reducer
+from loco_fsdp.reduction.stats import Counters
+from loco_fsdp.reduction.topology import gather
 from loco_fsdp.version import __version__
+from loco_fsdp.wrappers import without_wrappers
 
 logger = logging.getLogger("loco_fsdp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loco_fsdp.reducer import Reducer
+from loco_fsdp.reduction.reducer import Reducer
 
 
 @dataclass(frozen=True)

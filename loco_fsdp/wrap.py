@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from loco_fsdp.adaptor import LoCo, attach
 from loco_fsdp.blocks import Wrap, units_to_shard
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import FSDPUnit, fsdp_units
-from loco_fsdp.replicas import ReplicaAllReduce
+from loco_fsdp.frontends.fsdp2 import FSDPUnit, fsdp_units
+from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce
 
 logger = logging.getLogger("loco_fsdp")
 

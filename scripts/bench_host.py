@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from loco_fsdp import exchange
+from loco_fsdp.reduction import exchange
 
 ROW_BYTES = 64
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from loco_fsdp import LoCoConfig
 from loco_fsdp.codec import BlockLayout
-from loco_fsdp.hop import Hop
+from loco_fsdp.reduction.hop import Hop
 
 RANKS, STEPS, BATCH, LAST = 4, 300, 32, 50
 CPU = torch.device("cpu")

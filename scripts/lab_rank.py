@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.exchange import exchange
-from loco_fsdp.fsdp_compat import fsdp_units
+from loco_fsdp.frontends.fsdp2 import fsdp_units
+from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce
 from loco_fsdp.planning.cost_model import Job
 from loco_fsdp.planning.rates import measure_rates
 from loco_fsdp.probe import measure_cluster
-from loco_fsdp.replicas import ReplicaAllReduce
+from loco_fsdp.reduction.exchange import exchange
 
 _INTERFACES = Path("/sys/class/net")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-import loco_fsdp.all_reduce
-import loco_fsdp.reduce_scatter
+import loco_fsdp.reduction.all_reduce
+import loco_fsdp.reduction.reduce_scatter
 
 # FSDP2 reduces by reduce_scatter_single since torch 2.13 and by reduce_scatter_tensor before;
 # loco-fsdp by its exchanges, and inside of nodes by reduce_scatters of several tensors. All take
@@ -20,10 +20,10 @@ import loco_fsdp.reduce_scatter
 COLLECTIVES = (
     (dist, "reduce_scatter_single"),
     (dist, "reduce_scatter_tensor"),
-    (loco_fsdp.reduce_scatter, "exchange"),
-    (loco_fsdp.reduce_scatter, "reduce_scatters"),
-    (loco_fsdp.all_reduce, "exchange"),
-    (loco_fsdp.all_reduce, "gather_rows"),
+    (loco_fsdp.reduction.reduce_scatter, "exchange"),
+    (loco_fsdp.reduction.reduce_scatter, "reduce_scatters"),
+    (loco_fsdp.reduction.all_reduce, "exchange"),
+    (loco_fsdp.reduction.all_reduce, "gather_rows"),
 )
 
 

@@ -34,9 +34,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
-from loco_fsdp import LoCo, LoCoConfig, attach, fsdp_compat
+from loco_fsdp import LoCo, LoCoConfig, attach
 from loco_fsdp.codec import WireLayout, eager
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.frontends import fsdp2
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
 
 # Reductions by LoCo and by stock FSDP2 in its place, over all ranks of the test that runs.
 fork = multiprocessing.get_context("fork")
@@ -88,7 +89,7 @@ def sum_exactly(wire: Tensor, output: Tensor, table: Any, factor: float = 1.0) -
 
 def check_reductions() -> None:
     """Count reductions, and compare each input with the gradients that it is said to hold."""
-    has_gradient, call = fsdp_compat._has_gradient, LoCoReduceScatter.__call__
+    has_gradient, call = fsdp2._has_gradient, LoCoReduceScatter.__call__
     seen: dict[int, Any] = {}
 
     def watched_has_gradient(group: Any, param: Any) -> bool:
@@ -115,7 +116,7 @@ def check_reductions() -> None:
                 assert torch.equal(packed, expected), f"this is not the gradient of {name}"
         return call(self, group=group, **others)
 
-    patch(fsdp_compat, _has_gradient=watched_has_gradient)
+    patch(fsdp2, _has_gradient=watched_has_gradient)
     patch(LoCoReduceScatter, __call__=checked_call)
 
 
@@ -126,7 +127,7 @@ def attach_on_first_forward(config: LoCoConfig) -> None:
     def replaced(state: Any) -> None:
         was_known = state._is_root is not None
         lazy_init(state)
-        if not was_known and any(fsdp_compat.fsdp_units(state._modules[0])):
+        if not was_known and any(fsdp2.fsdp_units(state._modules[0])):
             attach(state._modules[0], config)
 
     patch(FSDPState, _lazy_init=replaced)
@@ -144,7 +145,7 @@ def attach_on_fully_shard(config: LoCoConfig) -> None:
         states = [id(m._get_fsdp_state()) for m in root.modules() if isinstance(m, FSDPModule)]
         for state in set(states) & set(attached):
             attached.pop(state).detach()
-        if any(fsdp_compat.fsdp_units(root)):
+        if any(fsdp2.fsdp_units(root)):
             attached[states[0]] = attach(root, config)
         return sharded
 

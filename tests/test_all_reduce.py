@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.all_reduce import blocks_before
+from loco_fsdp.reduction.all_reduce import blocks_before
 from ranks import RankPool, raised
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 
@@ -261,16 +261,16 @@ def test_parameters_that_sit_out(ranks: Ranks) -> None:
 
 def recorded(model: Any, *names: str) -> list[tuple[str, int]]:
     """Calls of the codec and of exchanges in two reductions, with the bytes of rows sent."""
-    import loco_fsdp.all_reduce
-    import loco_fsdp.hop
+    import loco_fsdp.reduction.all_reduce
+    import loco_fsdp.reduction.hop
 
     called: list[tuple[str, int]] = []
-    modules = dict.fromkeys(("exchange", "gather_rows"), loco_fsdp.all_reduce)
-    modules |= dict.fromkeys(("encode", "decode", "decode_encode"), loco_fsdp.hop)
+    modules = dict.fromkeys(("exchange", "gather_rows"), loco_fsdp.reduction.all_reduce)
+    modules |= dict.fromkeys(("encode", "decode", "decode_encode"), loco_fsdp.reduction.hop)
 
     def recording(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
-            sent = args[1].nbytes if modules[name] is loco_fsdp.all_reduce else 0
+            sent = args[1].nbytes if modules[name] is loco_fsdp.reduction.all_reduce else 0
             called.append((name, sent))
             function(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
 from ranks import RankPool, raised
 from toy import Given, cpu_mesh, reduced
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from checkpoints import bits_of, contents, put, train
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.fsdp_compat import without_wrappers
+from loco_fsdp.wrappers import without_wrappers
 from ranks import RankPool
 from toy import Net, cpu_mesh, shard
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState
 from loco_fsdp.codec.eager import decode, encode, load_error, store_error
-from loco_fsdp.error_feedback import ErrorBuffer
+from loco_fsdp.reduction.error_feedback import ErrorBuffer
 
 CPU = torch.device("cpu")
 BLOCK = 32

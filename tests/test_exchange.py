@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loco_fsdp.exchange import exchange, gather_rows
+from loco_fsdp.reduction.exchange import exchange, gather_rows
 from ranks import RankPool, raised
 
 Ranks = Callable[[int], RankPool]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from loco_fsdp import LoCoConfig
 from loco_fsdp.codec import choose_backend
-from loco_fsdp.notices import Notices
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
-from loco_fsdp.workspace import Workspace
+from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.reduction.workspace import Workspace
 
 WORLD_SIZE, SHARD_NUMELS = 4, (1000, 24, 513)
 SHARD = sum(SHARD_NUMELS)
@@ -34,8 +34,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def exchange(receive: Tensor, send: Tensor, group: Any) -> None:
         receive.copy_(send)
 
-    monkeypatch.setattr("loco_fsdp.reduce_scatter.exchange", exchange)
-    monkeypatch.setattr("loco_fsdp.reduce_scatter.remote_peers", lambda *_: 0)
+    monkeypatch.setattr("loco_fsdp.reduction.reduce_scatter.exchange", exchange)
+    monkeypatch.setattr("loco_fsdp.reduction.reduce_scatter.remote_peers", lambda *_: 0)
     yield
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from loco_fsdp import LoCoConfig, attach, collectives, exchange
+from loco_fsdp import LoCoConfig, attach
+from loco_fsdp.reduction import collectives, exchange
 from ranks import RankPool, rank_pools
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 

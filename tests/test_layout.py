@@ -18,7 +18,7 @@ from loco_fsdp.codec import (
     eager,
     get_backend,
 )
-from loco_fsdp.error_feedback import ErrorBuffer
+from loco_fsdp.reduction.error_feedback import ErrorBuffer
 
 CPU = torch.device("cpu")
 BLOCK = 32

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.fsdp_compat import fsdp_units
-from loco_fsdp.reducer import WITHOUT_FEEDBACK
+from loco_fsdp.frontends.fsdp2 import fsdp_units
+from loco_fsdp.reduction.reducer import WITHOUT_FEEDBACK
 from ranks import RankPool, heard, raised
 from toy import Given, Mlp, Net, backward, batch, cpu_mesh, reduced, shard
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from loco_fsdp import LoCo, LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.guard import INTERVAL
+from loco_fsdp.reduction.guard import INTERVAL
 from ranks import RankPool, heard
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
 from ranks import RankPool
 from toy import Given, backward, cpu_mesh, reduced
 
@@ -396,7 +396,7 @@ def test_warm_up_ends_and_scaling_stays_right(ranks: Ranks) -> None:
 def count_bytes(bits: int) -> tuple[int, dict[str, float]]:
     """Bytes that leave this rank at the collective, and what `stats` says."""
     sent = 0
-    import loco_fsdp.reduce_scatter as module
+    import loco_fsdp.reduction.reduce_scatter as module
 
     original = module.exchange
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_cases import DEVICE, ignore_numpy
 from loco_fsdp import LoCoConfig
 from loco_fsdp.codec import BlockLayout, drop_spike, get_backend, make_usual
-from loco_fsdp.hop import Hop
+from loco_fsdp.reduction.hop import Hop
 
 pytestmark = ignore_numpy
 CPU = torch.device("cpu")

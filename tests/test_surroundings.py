@@ -13,8 +13,8 @@ from torch import Tensor
 from kernel_cases import ERROR_DTYPES, ignore_numpy
 from loco_fsdp import LoCoConfig, quantize
 from loco_fsdp.codec import BlockLayout, BlockTable
-from loco_fsdp.hop import Hop
-from loco_fsdp.workspace import Workspace
+from loco_fsdp.reduction.hop import Hop
+from loco_fsdp.reduction.workspace import Workspace
 
 pytestmark = ignore_numpy
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from loco_fsdp import LoCo, LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.guard import INTERVAL
+from loco_fsdp.reduction.guard import INTERVAL
 from ranks import RankPool
 from toy import Given, backward, cpu_mesh, reduced
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.groups import HopGroups, Hops
-from loco_fsdp.topology import layout_problem
+from loco_fsdp.reduction.groups import HopGroups, Hops
+from loco_fsdp.reduction.topology import layout_problem
 from ranks import RankPool, raised
 from toy import Given, backward, cpu_mesh, reduced
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from loco_fsdp import LoCoConfig, attach
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, eager
-from loco_fsdp.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
 from ranks import RankPool
 from toy import cpu_mesh
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from loco_fsdp.fsdp_compat import FSDPUnit
+from loco_fsdp.frontends.fsdp2 import FSDPUnit
 
 logger = logging.getLogger("loco_fsdp")
 

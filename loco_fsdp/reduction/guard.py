@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.collectives import all_gather
-from loco_fsdp.hop import Hop
+from loco_fsdp.reduction.collectives import all_gather
+from loco_fsdp.reduction.hop import Hop
 
 logger = logging.getLogger("loco_fsdp")
 

@@ -19,8 +19,8 @@ from loco_fsdp.codec import (
     make_usual,
 )
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.error_feedback import ErrorBuffer
-from loco_fsdp.profiling import stage
+from loco_fsdp.reduction.error_feedback import ErrorBuffer
+from loco_fsdp.reduction.profiling import stage
 
 
 class Measured(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.deferred import DeferredGradients
-from loco_fsdp.fsdp_compat import AllReduceHook, FSDPUnit
-from loco_fsdp.precision import without_autocast
+from loco_fsdp.frontends.fsdp2 import AllReduceHook, FSDPUnit
+from loco_fsdp.reduction.deferred import DeferredGradients
+from loco_fsdp.reduction.precision import without_autocast
 
 logger = logging.getLogger("loco_fsdp")
 

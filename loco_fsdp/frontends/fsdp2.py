@@ -15,8 +15,6 @@ What is private here, and why:
   set, which a reduction has to follow.
 - `FSDPParam.unsharded_accumulated_grad`, `._unsharded_param`: who has a gradient; and a gradient of
   zeros for a parameter whose earlier gradients wait for this all-reduce.
-- `_orig_mod` and `_checkpoint_wrapped_module`: under these names `torch.compile` and activation
-  checkpointing hold what they wrap, and put them into the names of parameters and modules.
 """
 
 from __future__ import annotations
@@ -329,31 +327,6 @@ def _has_gradient(group: Any, param: Any) -> bool:
 
 def _join(module_name: str, parameter_name: str) -> str:
     return f"{module_name}.{parameter_name}" if module_name else parameter_name
-
-
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What `torch.compile` and activation checkpointing have wrapped, or `module` itself."""
-    children = dict(module.named_children())
-    while len(children) == 1 and (name := next(iter(children))) in _WRAPPED:
-        module = children[name]
-        children = dict(module.named_children())
-    return module
-
-
-def without_wrappers(name: str) -> str:
-    """The name of a parameter or of an FSDP unit, as it is where nothing is wrapped.
-
-    A unit's name may be several names, joined by commas, and end in the number of its group.
-    """
-    names, bracket, group = name.partition(" [")
-    cleaned = [
-        ".".join(part for part in member.split(".") if part not in _WRAPPED) or "(root)"
-        for member in names.split(", ")
-    ]
-    return ", ".join(cleaned) + bracket + group
 
 
 def is_stock(comm: ReduceScatter) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.collectives import all_gather, is_gloo
+from loco_fsdp.reduction.collectives import all_gather, is_gloo
 
 # Of the messages between CPUs: never that of those that a training sends over the same group.
 _TAG = 0x10C0

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from loco_fsdp.collectives import make_group
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.topology import gather, layout_problem, ranks_per_node
+from loco_fsdp.reduction.collectives import make_group
+from loco_fsdp.reduction.topology import gather, layout_problem, ranks_per_node
 
 
 @dataclass(frozen=True)

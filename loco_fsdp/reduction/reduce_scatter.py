@@ -11,17 +11,17 @@ from torch import Tensor
 
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
-from loco_fsdp.collectives import reduce_scatters
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.exchange import exchange
-from loco_fsdp.fsdp_compat import FSDPUnit
-from loco_fsdp.groups import Hops
-from loco_fsdp.hop import Hop
-from loco_fsdp.notices import Notices
-from loco_fsdp.precision import without_autocast
-from loco_fsdp.reducer import Reducer
-from loco_fsdp.topology import remote_peers
-from loco_fsdp.workspace import Workspace
+from loco_fsdp.frontends.fsdp2 import FSDPUnit
+from loco_fsdp.reduction.collectives import reduce_scatters
+from loco_fsdp.reduction.exchange import exchange
+from loco_fsdp.reduction.groups import Hops
+from loco_fsdp.reduction.hop import Hop
+from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.precision import without_autocast
+from loco_fsdp.reduction.reducer import Reducer
+from loco_fsdp.reduction.topology import remote_peers
+from loco_fsdp.reduction.workspace import Workspace
 
 
 class _Plan(NamedTuple):

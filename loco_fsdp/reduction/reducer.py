@@ -9,13 +9,13 @@ from torch import Tensor
 
 from loco_fsdp.codec import GRADIENT_DTYPES
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp_compat import FSDPUnit
-from loco_fsdp.guard import WIDTHS, Guard
-from loco_fsdp.hop import Hop
-from loco_fsdp.notices import Notices
-from loco_fsdp.plan_cache import PlanCache
-from loco_fsdp.stats import Counters
-from loco_fsdp.topology import gather, leaves_node
+from loco_fsdp.frontends.fsdp2 import FSDPUnit
+from loco_fsdp.reduction.guard import WIDTHS, Guard
+from loco_fsdp.reduction.hop import Hop
+from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.plan_cache import PlanCache
+from loco_fsdp.reduction.stats import Counters
+from loco_fsdp.reduction.topology import gather, leaves_node
 
 WITHOUT_FEEDBACK = (
     "sent without error feedback: its parameters cannot be told apart, because something has taken "
