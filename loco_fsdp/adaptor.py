@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from loco_fsdp.agreement import Plan, Select, agreed_plans
+from loco_fsdp.agreement import Select, agreed_plans
 from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.fsdp2 import FSDPUnit, fsdp_units
-from loco_fsdp.reduction.all_reduce import LoCoAllReduce
-from loco_fsdp.reduction.groups import HopGroups, Route
+from loco_fsdp.frontends.candidate import Attachment, Parts
+from loco_fsdp.frontends.fsdp2 import fsdp_units
+from loco_fsdp.frontends.fsdp2_hooks import FSDPCandidate
+from loco_fsdp.reduction.groups import HopGroups
 from loco_fsdp.reduction.notices import LATE, Notices
 from loco_fsdp.reduction.precision import without_autocast
-from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
 from loco_fsdp.reduction.reducer import Reducer
 from loco_fsdp.reduction.stats import report
+from loco_fsdp.reduction.unit import Unit
 from loco_fsdp.reduction.workspace import Workspace
 from loco_fsdp.report import Report, UnitInfo, summarize, unit_info
 
@@ -33,21 +35,19 @@ class LoCo:
 
     def __init__(
         self,
-        module: nn.Module,
-        reducers: Sequence[Reducer],
-        workspace: Workspace,
-        notices: Notices,
-        groups: HopGroups,
+        find_units: Callable[[], Iterable[Unit]],
+        attachments: Sequence[Attachment],
+        parts: Parts,
     ) -> None:
-        self._module: nn.Module | None = module
-        self._reducers = reducers
-        self._workspace = workspace
-        self._groups = groups
+        self._find_units: Callable[[], Iterable[Unit]] | None = find_units
+        self._attachments = attachments
+        self._workspace, notices, self._groups = parts
         self._last: Report | None = None
         notices.late_units = self._late
-        for reducer in reducers:
-            reducer.install()
-            notices.say(reducer.unit.name, reducer.remarks, reducer.deciding_groups())
+        for attachment in attachments:
+            attachment.install()
+            reducer = attachment.reducer
+            notices.say(reducer.unit.label, reducer.remarks, reducer.deciding_groups())
         if dist.get_rank() == 0:
             logger.info("%s", self.summary())
 
@@ -64,11 +64,15 @@ class LoCo:
         known = [unit_info(reducer) for reducer in self._reducers]
         return [*known, *(UnitInfo(unit.name, unit.numel, None, 0, LATE) for unit in self._late())]
 
-    def _late(self) -> list[FSDPUnit]:
-        """Units that `fully_shard` has made since."""
-        keys = {reducer.unit.key for reducer in self._reducers}
-        found = [] if self._module is None else fsdp_units(self._module)
-        return [unit for unit in found if unit.key not in keys]
+    @property
+    def _reducers(self) -> list[Reducer]:
+        return [attachment.reducer for attachment in self._attachments]
+
+    def _late(self) -> list[Unit]:
+        """Units that the framework has made since."""
+        known = [reducer.unit for reducer in self._reducers]
+        found = [] if self._find_units is None else self._find_units()
+        return [unit for unit in found if unit not in known]
 
     def summary(self) -> str:
         """A table of the units; logged once on rank 0, to the logger "loco_fsdp" at INFO."""
@@ -162,11 +166,11 @@ class LoCo:
         """
         if not self.attached:
             raise RuntimeError("this LoCo is detached already: attach(model) makes a new one")
-        for reducer in self._reducers:
-            reducer.remove()
+        for attachment in self._attachments:
+            attachment.remove()
         self._workspace.free()
         self._last = Report(self.units, self.stats(), self.unit_stats())
-        self._module, self._reducers = None, ()
+        self._find_units, self._attachments = None, ()
         self._groups.release()
 
     @without_autocast
@@ -212,8 +216,8 @@ class LoCo:
         if not self.attached:
             raise RuntimeError("this LoCo is detached: load into a new one, made by attach(model)")
         load_state(self._reducers, state_dict, strict)
-        for reducer in self._reducers:
-            reducer.forget_deferred()
+        for attachment in self._attachments:
+            attachment.forget_deferred()
 
 
 def attach(
@@ -249,49 +253,15 @@ def attach(
             f"attach found no FSDP unit in {type(module).__name__}: apply "
             "torch.distributed.fsdp.fully_shard first, or use LoCoFSDP, which does both"
         )
-    plans = agreed_plans(units, config, select)
-    parts = _Parts(Workspace(), Notices(), HopGroups())
-    loco = LoCo(module, [_reducer(plan, parts) for plan in plans], *parts)
+    candidates = [FSDPCandidate(unit) for unit in units]
+    plans = agreed_plans(candidates, config, select)
+    parts = Parts(Workspace(), Notices(), HopGroups())
+    attachments = [
+        candidate.attachment(plan, parts) for candidate, plan in zip(candidates, plans, strict=True)
+    ]
+    loco = LoCo(partial(fsdp_units, module), attachments, parts)
     for submodule in module.modules():
         earlier = vars(submodule).get("loco")
         if isinstance(earlier, LoCo) and not earlier.attached:
             submodule.loco = loco  # type: ignore[assignment]
     return loco
-
-
-class _Parts(NamedTuple):
-    """What the reducers of one `LoCo` share."""
-
-    workspace: Workspace
-    notices: Notices
-    groups: HopGroups
-
-
-def _reducer(plan: Plan, parts: _Parts) -> Reducer:
-    """What reduces a unit as planned."""
-    workspace, notices, groups = parts
-    if plan.replicas is not None:
-        return LoCoAllReduce(
-            plan.unit,
-            plan.config,
-            plan.bypass_reason,
-            hook=plan.replicas,
-            backend=plan.backend,
-            node_size=plan.node_size,
-            workspace=workspace,
-            notices=notices,
-        )
-    route = Route(None, None)
-    if plan.bypass_reason is None:
-        route = groups.acquire(plan.unit.process_groups[0], plan.config)
-    return LoCoReduceScatter(
-        plan.unit,
-        plan.config,
-        plan.bypass_reason,
-        backend=plan.backend,
-        groups=route.hops,
-        topology_reason=route.reason,
-        node_size=plan.node_size,
-        workspace=workspace,
-        notices=notices,
-    )

@@ -1,7 +1,7 @@
 """What `torch.compile` and activation checkpointing put around a module, and into names.
 
-Both hold what they wrap under a private name of torch (2.9 to 2.14), which becomes a part of the names
-of parameters and modules.
+Both hold what they wrap under a private name of torch (2.9 to 2.14), which becomes a part of the
+names of parameters and modules.
 """
 
 from __future__ import annotations

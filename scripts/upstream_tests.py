@@ -37,7 +37,7 @@ from torch.testing._internal import common_distributed, common_fsdp, common_util
 from loco_fsdp import LoCo, LoCoConfig, attach
 from loco_fsdp.codec import WireLayout, eager
 from loco_fsdp.frontends import fsdp2
-from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.frontends.fsdp2_hooks import FSDPReduceScatter
 
 # Reductions by LoCo and by stock FSDP2 in its place, over all ranks of the test that runs.
 fork = multiprocessing.get_context("fork")
@@ -89,7 +89,7 @@ def sum_exactly(wire: Tensor, output: Tensor, table: Any, factor: float = 1.0) -
 
 def check_reductions() -> None:
     """Count reductions, and compare each input with the gradients that it is said to hold."""
-    has_gradient, call = fsdp2._has_gradient, LoCoReduceScatter.__call__
+    has_gradient, call = fsdp2._has_gradient, FSDPReduceScatter.__call__
     seen: dict[int, Any] = {}
 
     def watched_has_gradient(group: Any, param: Any) -> bool:
@@ -99,9 +99,9 @@ def check_reductions() -> None:
         return found
 
     def checked_call(self: Any, group: Any, **others: Any) -> Any:
-        unit, gradient = self.unit, others["input_tensor"].view(group.size(), -1)
+        unit, gradient = self._unit, others["input_tensor"].view(group.size(), -1)
         with done.get_lock():
-            done[int(self.bypassed)] += 1
+            done[int(self.reducer.bypassed)] += 1
         numels = [unit.shard_numels[index] for index in unit.active]
         assert sum(numels) == gradient.shape[1], f"{unit.name}: {unit.active} do not add up"
         parts = torch.split(gradient, numels, dim=1)
@@ -117,7 +117,7 @@ def check_reductions() -> None:
         return call(self, group=group, **others)
 
     patch(fsdp2, _has_gradient=watched_has_gradient)
-    patch(LoCoReduceScatter, __call__=checked_call)
+    patch(FSDPReduceScatter, __call__=checked_call)
 
 
 def attach_on_first_forward(config: LoCoConfig) -> None:

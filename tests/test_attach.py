@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.frontends.fsdp2_hooks import FSDPReduceScatter
 from ranks import RankPool, raised
 from toy import Given, cpu_mesh, reduced
 
@@ -56,7 +56,7 @@ def step(model: nn.Module) -> None:
 def comms(model: nn.Module) -> list[bool]:
     """For each unit with parameters, whether LoCo is in it."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if is_sharded(m)]
-    return [isinstance(g._reduce_scatter_comm, LoCoReduceScatter) for g in groups if g]
+    return [isinstance(g._reduce_scatter_comm, FSDPReduceScatter) for g in groups if g]
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from loco_fsdp import LoCoConfig
@@ -42,10 +41,10 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def reduce_scatter(device: str, config: LoCoConfig) -> LoCoReduceScatter:
     unit: Any = SimpleNamespace(
         name="unit",
+        label="unit",
         world_size=WORLD_SIZE,
         process_groups=[],
-        reduce_scatter=None,
-        replicas=1,
+        spans=None,
         reduce_dtype=torch.float32,
         active=tuple(range(len(SHARD_NUMELS))),
         shard_numels=SHARD_NUMELS,
@@ -68,9 +67,13 @@ def gradient(device: str, step: int) -> Tensor:
     return torch.randn(WORLD_SIZE * SHARD, generator=generator).to(device)
 
 
+def reduce(comm: LoCoReduceScatter, output: Tensor, given: Tensor) -> None:
+    comm.reduce(output, given, GROUP, lambda: 1.0, lambda: None)
+
+
 def run(comm: LoCoReduceScatter, given: Tensor) -> Tensor:
     output = torch.empty(SHARD, device=given.device)
-    comm(output, given, GROUP, dist.ReduceOp.SUM)
+    reduce(comm, output, given)
     return output
 
 
@@ -98,13 +101,13 @@ def test_nothing_is_allocated_or_synchronised_from_the_second_step_on() -> None:
     comm = reduce_scatter("cuda", LoCoConfig(block_size=64, reset_interval=3))
     gradients = [gradient("cuda", step) for step in range(6)]
     outputs = [torch.empty(SHARD, device="cuda") for _ in gradients]
-    comm(outputs[0], gradients[0], GROUP, dist.ReduceOp.SUM)
+    reduce(comm, outputs[0], gradients[0])
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for output, given in zip(outputs[1:], gradients[1:], strict=True):
-            comm(output, given, GROUP, dist.ReduceOp.SUM)
+            reduce(comm, output, given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -122,7 +125,7 @@ def on_side_stream(make_state: Callable[[LoCoReduceScatter], None]) -> list[Tens
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1_000_000)
-            comm(output, given, GROUP, dist.ReduceOp.SUM)
+            reduce(comm, output, given)
         given.record_stream(stream)
         output.record_stream(stream)
         del given

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, attach
-from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.frontends.fsdp2_hooks import FSDPReduceScatter
 from ranks import RankPool
 from toy import Given, backward, cpu_mesh, reduced
 
@@ -85,7 +85,7 @@ def unsupported(case: str) -> str:
     fully_shard(model, mesh=cpu_mesh())
     attach(model)
     comm = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm
-    assert isinstance(comm, LoCoReduceScatter)
+    assert isinstance(comm, FSDPReduceScatter)
     full, shard = torch.zeros(64), torch.zeros(32)
     group = dist.group.WORLD
     arguments: dict[str, Any] = {

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from loco_fsdp import LoCoConfig, attach
 from loco_fsdp.codec import BlockLayout, EncodeStats, ErrorState, eager
-from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
+from loco_fsdp.frontends.fsdp2_hooks import FSDPReduceScatter
 from ranks import RankPool
 from toy import cpu_mesh
 
@@ -69,7 +69,7 @@ def train() -> list[str]:
     attach(model, CONFIG)
     assert isinstance(model, FSDPModule)
     comm = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm
-    assert isinstance(comm, LoCoReduceScatter)
+    assert isinstance(comm, FSDPReduceScatter)
     wrong = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -83,10 +83,10 @@ def train() -> list[str]:
         if (step + 1) % 5 == 0:
             for reference in references.values():
                 reference.error.payload.zero_()
-        (hop,) = comm.hops
+        (hop,) = comm.reducer.hops
         assert hop.error.state is not None
         for index, rows in hop.error.rows.items():
-            name = comm.unit.parameter_names[index]
+            name = comm.reducer.unit.parameter_names[index]
             ours = hop.error.state.payload[:, rows.start : rows.stop]
             if not torch.equal(ours, references[name].error.payload):
                 wrong.append(f"{name} after step {step}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -100,15 +101,26 @@ class BlockLayout:
         """Bytes of one shard on the wire."""
         return self.wire.num_bytes
 
-    def place(self, device: torch.device, rows: Tensor | None = None) -> BlockTable:
+    def place(
+        self,
+        device: torch.device,
+        rows: Tensor | None = None,
+        starts: tuple[int, ...] | None = None,
+        shard_numel: int | None = None,
+    ) -> BlockTable:
         """The blocks as a table on `device`.
 
         Args:
             rows: `[num_blocks]` int64, of their errors; None: 0, 1, 2, ...
+            starts: first element of each part; None: they are one after the other.
+            shard_numel: elements of the shard, which may hold more than the parts; None: it does
+                not.
         """
-        numels, counts = (
+        if starts is None:
+            starts = tuple(accumulate(self.numels, initial=0))[:-1]
+        numels, counts, firsts = (
             torch.tensor(sizes, dtype=torch.int64).to(device)
-            for sizes in (self.numels, self.blocks_per_part)
+            for sizes in (self.numels, self.blocks_per_part, starts)
         )
         number = torch.arange(self.num_blocks, dtype=torch.int64, device=device)
 
@@ -119,9 +131,9 @@ class BlockLayout:
         in_part = (number - of_block(counts.cumsum(0) - counts)) * self.block_size
         return BlockTable(
             wire=self.wire,
-            shard_numel=self.shard_numel,
-            aligned=all(numel % VECTOR_ELEMENTS == 0 for numel in self.numels),
-            starts=of_block(numels.cumsum(0) - numels) + in_part,
+            shard_numel=self.shard_numel if shard_numel is None else shard_numel,
+            aligned=all(place % VECTOR_ELEMENTS == 0 for place in (*self.numels, *starts)),
+            starts=of_block(firsts) + in_part,
             lengths=(of_block(numels) - in_part).clamp(max=self.block_size),
             rows=number if rows is None else rows.to(device),
         )
@@ -132,7 +144,7 @@ class BlockTable(NamedTuple):
 
     wire: a row of the wire, which may have room for more blocks than there are
     shard_numel: elements of the shard
-    aligned: every part of the shard has a multiple of 8 elements
+    aligned: every part of the shard starts at and has a multiple of 8 elements
     starts: the block's first element in the shard, `[num_blocks]` int64
     lengths: its number of elements, `[num_blocks]` int64
     rows: its row in the error buffer, `[num_blocks]` int64
@@ -171,6 +183,20 @@ class BlockTable(NamedTuple):
         return self._replace(
             wire=WireLayout(capacity, self.wire.bits, self.wire.block_size),
             row_starts=row_starts.to(self.starts.device),
+        )
+
+    def shard(self, first: int, last: int, start: int, numel: int) -> BlockTable:
+        """Blocks `first` to `last`, which is excluded, alone, for `decode`.
+
+        Args:
+            start: first element of the shard that they make up.
+            numel: elements of it.
+        """
+        part = self.part(first, last, self.rows[first:last])
+        return part._replace(
+            starts=part.starts - start,
+            shard_numel=numel,
+            aligned=self.aligned and start % VECTOR_ELEMENTS == 0,
         )
 
     def part(self, first: int, last: int, rows: Tensor) -> BlockTable:

@@ -94,13 +94,21 @@ class FSDPUnit:
         self.shard_numels = tuple(
             param.padded_sharded_param_size.numel() for param in group.fsdp_params
         )
-        self._active: tuple[int, ...] | None = None
-        self._watched: _Watched | None = None
+        self._stock: ReduceScatter | None = None
+        self._installed: ReduceScatter | None = None
+
+    spans = None  # the flat gradient holds the active parameters alone
 
     @property
-    def key(self) -> int:
-        """The same for all `FSDPUnit` of one parameter group."""
-        return id(self._group)
+    def label(self) -> str:
+        """As messages call it."""
+        return f"FSDP unit {self.name!r}"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are of one parameter group."""
+        return isinstance(other, FSDPUnit) and self._group is other._group
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def numel(self) -> int:
@@ -116,6 +124,23 @@ class FSDPUnit:
     def replicas(self) -> int:
         """Replicas that FSDP2 itself reduces over; 1 unless it replicates."""
         return int(getattr(self._group.mesh_info, "replicate_mesh_size", 1))
+
+    @property
+    def remarks(self) -> list[str]:
+        """That FSDP2 itself reduces over replicas."""
+        if self.replicas == 1:
+            return []
+        return [
+            f"its all-reduce over {self.replicas} replicas stays in full precision: shard the "
+            "model with LoCoFSDP(model, mesh=mesh) to compress that instead"
+        ]
+
+    @property
+    def lost_reason(self) -> str | None:
+        """A later `set_custom_reduce_scatter` wins."""
+        if self._installed is None or self.reduce_scatter is self._installed:
+            return None
+        return "another reduce-scatter was set after attaching"
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -153,9 +178,17 @@ class FSDPUnit:
         comm: ReduceScatter = self._group._reduce_scatter_comm
         return comm
 
-    @reduce_scatter.setter
-    def reduce_scatter(self, comm: ReduceScatter) -> None:
+    def install(self, comm: ReduceScatter) -> ReduceScatter:
+        """Let `comm` reduce the unit's gradient; returns what did before."""
+        self._stock, self._installed = self.reduce_scatter, comm
         self._group._reduce_scatter_comm = comm
+        return self._stock
+
+    def uninstall(self) -> None:
+        """Put back what `install` returned, unless the user has set another one since."""
+        if self.lost_reason is None:
+            self._group._reduce_scatter_comm = self._stock
+        self._stock = self._installed = None
 
     @property
     def all_reduce_hook(self) -> AllReduceHook | None:
@@ -179,41 +212,24 @@ class FSDPUnit:
         return factor
 
     @property
+    def _watched(self) -> _Watched | None:
+        """That of `watch`, called on this or on another `FSDPUnit` of the group."""
+        watched: _Watched | None = vars(self._group).get("_loco_watched")
+        return watched
+
+    @property
     def watcher(self) -> Watcher | None:
-        """What `watch` was called with, on this or on another `FSDPUnit` of the group."""
-        watched = vars(self._group).get("_loco_watched")
-        return None if watched is None else watched.watcher
+        """What `watch` was called with."""
+        return None if self._watched is None else self._watched.watcher
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` of reductions, and keep track of who has a gradient, from now on."""
-        self._watched = _Watched(self._group, watcher, self._note_active)
+        _Watched(self._group, watcher)
 
     def unwatch(self) -> None:
         """Undo `watch`."""
         assert self._watched is not None
         self._watched.stop()
-        self._watched = self._active = None
-
-    def _note_active(self, owed: Collection[int]) -> bool:
-        """Find out who takes part in the next reduction; whether anybody does."""
-        params = self._group.fsdp_params
-        active = [i for i, param in enumerate(params) if _has_gradient(self._group, param)]
-        if missing := sorted(set(owed).difference(active)):
-            self._add_zero_gradients(missing, active)
-            active = sorted((*active, *missing))
-        self._active = tuple(active)
-        return bool(active)
-
-    def _add_zero_gradients(self, missing: list[int], active: list[int]) -> None:
-        params = self._group.fsdp_params
-        accumulated = [params[index].unsharded_accumulated_grad for index in active]
-        dtype = next((grad.dtype for grad in accumulated if grad is not None), None)
-        for index in missing:
-            unsharded = params[index]._unsharded_param
-            if dtype is None:
-                unsharded.grad = torch.zeros_like(unsharded)
-            else:  # FSDP2 wants all gradients of a reduction in one dtype
-                params[index].unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
 
     @property
     def active(self) -> tuple[int, ...] | None:
@@ -221,16 +237,17 @@ class FSDPUnit:
 
         None where that is not known: FSDP2 did not go through what `watch` has put in its place.
         """
-        return self._active
+        return None if self._watched is None else self._watched.active
 
     def forget_active(self) -> None:
         """The gradient is reduced: what is known of it must not be taken for the next one's."""
-        self._active = None
+        if self._watched is not None:
+            self._watched.active = None
 
     def without_gradient(self) -> list[int]:
         """Parameters of the reduction that have no sharded gradient yet."""
         params = self._group.fsdp_params
-        return [i for i in self._active or () if params[i].sharded_param.grad is None]
+        return [i for i in self.active or () if params[i].sharded_param.grad is None]
 
     def clear_gradients(self, parameters: list[int]) -> None:
         """Take the sharded gradients of these parameters away."""
@@ -239,14 +256,17 @@ class FSDPUnit:
 
 
 class _Watched:
-    """Stands in for two methods of one parameter group, until `stop`."""
+    """Stands in for two methods of one parameter group, until `stop`.
 
-    def __init__(
-        self, group: Any, watcher: Watcher, note_active: Callable[[Collection[int]], bool]
-    ) -> None:
+    Attributes:
+        watcher: who is told of reductions.
+        active: parameters in the gradient that is being reduced.
+    """
+
+    def __init__(self, group: Any, watcher: Watcher) -> None:
         self.watcher: Watcher | None = watcher
+        self.active: tuple[int, ...] | None = None
         self._group = group
-        self._note_active = note_active
         self._before = {
             name: vars(group).get(name) for name in ("post_backward", "_reset_iter_state")
         }
@@ -257,7 +277,7 @@ class _Watched:
 
     def stop(self) -> None:
         """Put back what was there. What somebody else has put over it since stays, and calls us."""
-        self.watcher = None
+        self.watcher = self.active = None
         del self._group._loco_watched
         for name, before in self._before.items():
             if vars(self._group).get(name) != getattr(self, f"_{name.lstrip('_')}"):
@@ -282,6 +302,16 @@ class _Watched:
         result = self._call("post_backward", *unused)
         watcher.after_reduction()
         return result
+
+    def _note_active(self, owed: Collection[int]) -> bool:
+        """Find out who takes part in the next reduction; whether anybody does."""
+        params = self._group.fsdp_params
+        active = [i for i, param in enumerate(params) if _has_gradient(self._group, param)]
+        if missing := sorted(set(owed).difference(active)):
+            _add_zero_gradients(params, missing, active)
+            active = sorted((*active, *missing))
+        self.active = tuple(active)
+        return bool(active)
 
     def _reset_iter_state(self) -> None:
         if self.watcher is not None:
@@ -323,6 +353,17 @@ def _has_gradient(group: Any, param: Any) -> bool:
         or unsharded.grad is not None
         or (getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
     )
+
+
+def _add_zero_gradients(params: list[Any], missing: list[int], active: list[int]) -> None:
+    accumulated = [params[index].unsharded_accumulated_grad for index in active]
+    dtype = next((grad.dtype for grad in accumulated if grad is not None), None)
+    for index in missing:
+        unsharded = params[index]._unsharded_param
+        if dtype is None:
+            unsharded.grad = torch.zeros_like(unsharded)
+        else:  # FSDP2 wants all gradients of a reduction in one dtype
+            params[index].unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
 
 
 def _join(module_name: str, parameter_name: str) -> str:

@@ -13,13 +13,13 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.fsdp2 import FSDPUnit
-from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce, all_reduce
 from loco_fsdp.reduction.exchange import exchange, gather_rows
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.precision import without_autocast
 from loco_fsdp.reduction.reducer import Reducer
 from loco_fsdp.reduction.topology import remote_peers
+from loco_fsdp.reduction.unit import Unit
 from loco_fsdp.reduction.workspace import Workspace
 
 
@@ -64,8 +64,23 @@ def blocks_before(
     return (bounds[:, None] - first).clamp(min=0).minimum(num)
 
 
+def all_reduce_in_full_precision(gradient: Tensor, group: dist.ProcessGroup, factor: float) -> None:
+    """Sum `gradient` over `group` in its own dtype, times `factor`, in place.
+
+    In float16, whose largest number is 65,504, part of the division comes first, as in FSDP2: by
+    about the square root of what is to be divided by.
+    """
+    before = 1.0
+    if gradient.dtype == torch.float16:
+        while before * before * factor < 1:
+            before *= 2
+        gradient /= before
+    dist.all_reduce(gradient, group=group)
+    gradient *= factor * before
+
+
 class LoCoAllReduce(Reducer):
-    """The all-reduce over replicas of one FSDP unit, whose model is sharded inside of each replica.
+    """The all-reduce of one unit's gradient, or of this rank's shard of it, over replicas.
 
     Over more than two replicas:
 
@@ -80,43 +95,30 @@ class LoCoAllReduce(Reducer):
     twice: encode, all-gather, decode and sum.
 
     All replicas decode the same bytes in the same order: their gradients are bitwise equal.
-    `ReplicaAllReduce` calls this object.
+
+    Args:
+        group: the replicas, a rank of each.
     """
 
     def __init__(
         self,
-        unit: FSDPUnit,
+        unit: Unit,
         config: LoCoConfig,
         bypass_reason: str | None,
         *,
-        hook: ReplicaAllReduce,
+        group: dist.ProcessGroup,
         backend: str,
         node_size: int,
         workspace: Workspace,
         notices: Notices,
     ) -> None:
-        self._hook = hook
-        self._group = hook.group
+        self._group = group
         super().__init__(unit, config, bypass_reason, node_size=node_size, notices=notices)
         replicas = dist.get_process_group_ranks(self._group)
         self._scatter = Hop("replicas", unit.name, replicas, 1, config, backend)
         self._gather = Hop("sums", unit.name, replicas, 1, config, backend)
         self.hops = [self._scatter, self._gather] if len(replicas) > 2 else [self._scatter]
         self._workspace = workspace
-
-    def install(self) -> None:
-        """Make FSDP2's all-reduce hook call this object."""
-        self._hook.compressor = self
-
-    def remove(self) -> None:
-        """Leave replicas to reduce in full precision, and free the error buffers."""
-        self._hook.compressor = None
-        self.bypass_reason = "detached"
-        self.free_error()
-
-    def forget_deferred(self) -> None:
-        """Give up gradients that wait for an all-reduce."""
-        self._hook.forget_iteration()
 
     def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
         """Also which blocks of the unit are the parameter's: replicas share these blocks."""
@@ -128,32 +130,28 @@ class LoCoAllReduce(Reducer):
 
     def deciding_groups(self) -> list[dist.ProcessGroup]:
         """The shard group, and the replicas."""
-        return [*super().deciding_groups(), self._group]
+        return list(dict.fromkeys((*super().deciding_groups(), self._group)))
 
     def _unit_layout(self) -> BlockLayout:
         return BlockLayout(self.unit.shard_numels, self._scatter.bits, self.config.block_size)
 
-    def all_reduce(self, gradient: Tensor, active: tuple[int, ...] | None, factor: float) -> None:
+    @without_autocast
+    def reduce(self, gradient: Tensor, factor: float) -> None:
         """Sum `gradient` `[shard]` over replicas, times `factor`, in place.
-
-        Args:
-            gradient: of the parameters with a gradient, one after the other.
-            active: which these are; None if that is not known.
-            factor: of the sum.
 
         Raises:
             TypeError: the gradient has a dtype that the codec does not take.
             RuntimeError: with `check_ranks`, the replicas do not reduce the same.
         """
-        group = self._group
+        group, active = self._group, self.unit.active
         self.check_ranks(gradient, active, group)
         replicas = group.size()
         ring_bytes = 2 * gradient.nbytes * (replicas - 1) // replicas
         if self.bypassed:
-            all_reduce(gradient, group, factor)
+            all_reduce_in_full_precision(gradient, group, factor)
             self.counters.add_full_precision(ring_bytes, self.leaves_node(group), is_whole=True)
             return
-        check_gradient_dtype(f"FSDP unit {self.unit.name!r}: loco-fsdp", gradient.dtype)
+        check_gradient_dtype(f"{self.unit.label}: loco-fsdp", gradient.dtype)
         plan = self._plans(active, gradient.numel(), gradient.device)
         if plan.own is None:
             row_bytes = self._reduce_in_one_hop(gradient, plan.shard, plan.feedback, factor)
@@ -205,7 +203,8 @@ class LoCoAllReduce(Reducer):
         unit = self._unit_layout()
         firsts = list(accumulate(unit.blocks_per_part, initial=0))
         numels = tuple(self.unit.shard_numels[index] for index in active or ())
-        if active is None or sum(numels) != numel:
+        starts = None if self.unit.spans is None else self.unit.spans.starts
+        if active is None or (starts is None and sum(numels) != numel):
             # Nobody knows whose elements these are: one part, without feedback.
             active, numels = (), (numel,)
             firsts = [0, -(-numel // unit.block_size)]
@@ -216,7 +215,7 @@ class LoCoAllReduce(Reducer):
             blocks = dict(zip(active, layout.blocks_per_part, strict=True))
             self._scatter.error.add(blocks, device)
             rows = self._scatter.error.rows_of(active)
-        shard = layout.place(device, rows)
+        shard = layout.place(device, rows, starts, numel)
         if self._group.size() == 2:
             return _Plan(shard, None, feedback)
         before = blocks_before(

@@ -64,8 +64,7 @@ class Guard:
         wider = dict(zip(WIDTHS, (*WIDTHS[1:], None), strict=True))[bits]
         if all(group.rank() == 0 for group in self._groups):
             logger.warning(
-                "FSDP unit %r: relative error %.3g over %d reductions is above guard=%g, %d bits "
-                "become %s",
+                "%s: relative error %.3g over %d reductions is above guard=%g, %d bits become %s",
                 self._unit_name,
                 relative_error,
                 INTERVAL,

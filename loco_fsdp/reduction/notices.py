@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from loco_fsdp.frontends.fsdp2 import FSDPUnit
+from loco_fsdp.reduction.unit import Unit
 
 logger = logging.getLogger("loco_fsdp")
 
@@ -25,7 +25,7 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self.late_units: Callable[[], list[FSDPUnit]] | None = None
+        self.late_units: Callable[[], list[Unit]] | None = None
         self._said: set[str] = set()
 
     def say_late(self) -> None:
@@ -34,11 +34,9 @@ class Notices:
             return
         late, self.late_units = self.late_units(), None
         for unit in late:
-            self.say(unit.name, [f"not compressed: {LATE}"], unit.process_groups)
+            self.say(unit.label, [f"not compressed: {LATE}"], unit.process_groups)
 
-    def say(
-        self, unit_name: str, reasons: Iterable[str], groups: Iterable[dist.ProcessGroup]
-    ) -> None:
+    def say(self, label: str, reasons: Iterable[str], groups: Iterable[dist.ProcessGroup]) -> None:
         """Warn of the reasons that were not said before."""
         for reason in reasons:
             if reason in self._said:
@@ -46,7 +44,7 @@ class Notices:
             self._said.add(reason)
             if all(group.rank() == 0 for group in groups):
                 logger.warning(
-                    "FSDP unit %r: %s (said once; LoCo.summary() shows all units)",
-                    unit_name,
+                    "%s: %s (said once; LoCo.summary() shows all units)",
+                    label,
                     reason,
                 )

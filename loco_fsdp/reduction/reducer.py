@@ -9,13 +9,13 @@ from torch import Tensor
 
 from loco_fsdp.codec import GRADIENT_DTYPES
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.fsdp2 import FSDPUnit
 from loco_fsdp.reduction.guard import WIDTHS, Guard
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.notices import Notices
 from loco_fsdp.reduction.plan_cache import PlanCache
 from loco_fsdp.reduction.stats import Counters
 from loco_fsdp.reduction.topology import gather, leaves_node
+from loco_fsdp.reduction.unit import Unit
 
 WITHOUT_FEEDBACK = (
     "sent without error feedback: its parameters cannot be told apart, because something has taken "
@@ -23,7 +23,7 @@ WITHOUT_FEEDBACK = (
 )
 
 
-def unsupported_dtype(unit: FSDPUnit) -> str | None:
+def unsupported_dtype(unit: Unit) -> str | None:
     """Why gradients in the unit's reduce dtype cannot be compressed; None if they can."""
     if unit.reduce_dtype in GRADIENT_DTYPES:
         return None
@@ -31,7 +31,7 @@ def unsupported_dtype(unit: FSDPUnit) -> str | None:
 
 
 class Reducer:
-    """One FSDP unit's part in LoCo.
+    """One unit's part in LoCo, whoever calls it.
 
     Attributes:
         unit: what is reduced.
@@ -47,7 +47,7 @@ class Reducer:
 
     def __init__(
         self,
-        unit: FSDPUnit,
+        unit: Unit,
         config: LoCoConfig,
         bypass_reason: str | None,
         *,
@@ -68,7 +68,7 @@ class Reducer:
         self._notices = notices
         self._plans: PlanCache[Any] = PlanCache(self._make_plan)
         if config.guard is not None and bypass_reason is None:
-            self.guard = Guard(config.guard, unit.name, self.deciding_groups())
+            self.guard = Guard(config.guard, unit.label, self.deciding_groups())
 
     def deciding_groups(self) -> list[dist.ProcessGroup]:
         """Groups whose ranks all have to do the same: choose a width, or load a state."""
@@ -91,11 +91,13 @@ class Reducer:
         """Why this unit is not compressed now; None if it is. The model may have been cast."""
         if self.bits is None:
             return f"relative error above guard={self.config.guard} in {WIDTHS[-1]} bits"
-        return self.bypass_reason or unsupported_dtype(self.unit)
+        return self.bypass_reason or self.unit.lost_reason or unsupported_dtype(self.unit)
 
     @property
     def remarks(self) -> list[str]:
         """What nobody has asked for: why it is not compressed as well as the user may think."""
+        if self.bypass_reason is None and self.unit.lost_reason is not None:
+            return [f"not compressed: {self.unit.lost_reason}"]
         remarks = []
         if self.bypass_reason is None and (reason := unsupported_dtype(self.unit)):
             remarks.append(f"in full precision: {reason}")
@@ -103,12 +105,7 @@ class Reducer:
             remarks.append(f"over a flat all-to-all: {self.topology_reason}")
         if self.counters.reductions_without_feedback:
             remarks.append(WITHOUT_FEEDBACK)
-        if self.unit.replicas > 1:
-            remarks.append(
-                f"its all-reduce over {self.unit.replicas} replicas stays in full precision: shard "
-                "the model with LoCoFSDP(model, mesh=mesh) to compress that instead"
-            )
-        return remarks
+        return [*remarks, *self.unit.remarks]
 
     @property
     def error_bytes(self) -> int:
@@ -120,18 +117,15 @@ class Reducer:
         """Bytes of the tables of blocks."""
         return self._plans.nbytes
 
-    def install(self) -> None:
-        """Make FSDP2 call this object."""
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        """Put back what was there before `install`, and free the error buffers."""
-        raise NotImplementedError
+    def retire(self) -> None:
+        """Reduce in full precision for good, and free the error buffers."""
+        self.bypass_reason = "detached"
+        self.free_error()
 
     def before_reduction(self) -> None:
-        """FSDP2 is about to reduce the unit."""
+        """The unit is about to be reduced."""
         self._notices.say_late()
-        self._notices.say(self.unit.name, self.remarks, self.deciding_groups())
+        self._notices.say(self.unit.label, self.remarks, self.deciding_groups())
 
     def reset_error(self) -> None:
         """Set the errors to 0."""
@@ -159,9 +153,6 @@ class Reducer:
         """Place blocks anew: the width, or the rows of the errors have changed."""
         self._plans.clear()
 
-    def forget_deferred(self) -> None:
-        """Give up gradients that wait for an all-reduce."""
-
     def _make_plan(self, *key: Any) -> Any:
         """Where the blocks of a reduction are."""
         raise NotImplementedError
@@ -184,7 +175,7 @@ class Reducer:
     def end_without_feedback(self) -> None:
         """Count a compressed reduction whose parameters could not be told apart."""
         self.counters.reductions_without_feedback += 1
-        self._notices.say(self.unit.name, [WITHOUT_FEEDBACK], self.deciding_groups())
+        self._notices.say(self.unit.label, [WITHOUT_FEEDBACK], self.deciding_groups())
 
     def leaves_node(self, group: dist.ProcessGroup) -> bool:
         """Whether what this rank sends around a ring of `group` goes to another node."""
@@ -198,7 +189,7 @@ class Reducer:
             return
         names = self.unit.parameter_names
         mine = {
-            "FSDP unit": self.unit.name,
+            "unit": self.unit.name,
             "parameters": None if active is None else [names[index] for index in active],
             "elements": tensor.numel(),
             "dtype": str(tensor.dtype),
