@@ -15,7 +15,7 @@ LEAVES = {"config", "version", "wrappers"}
 ALLOWED = {
     "codec": {"codec"},
     "reduction": {"reduction", "codec"},
-    "frontends": {"frontends", "reduction", "codec"},
+    "frontends": {"frontends", "reduction"},
     "planning": {"planning", "reduction", "codec"},
 }
 COMMANDS = {"plan", "probe"}
