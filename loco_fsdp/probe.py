@@ -123,14 +123,15 @@ def _codec_seconds(job: Job, device: torch.device, numel: int, peers: int, repea
     hops = []
     for unit in range(num_units):
         hop = Hop("flat", f"unit {unit}", list(range(peers)), peers, config, backend)
-        hop.reserve(peers * layout.num_blocks, device)
         if config.error_feedback:
             hop.error.add({0: layout.num_blocks}, device)
         hops.append(hop)
 
     def encode_and_decode() -> None:
         for gradient, hop in zip(gradients, hops, strict=True):
+            hop.begin(peers * layout.num_blocks, device)
             hop.encode(gradient, wire, table, config.error_feedback)
+            hop.end()
             hop.decode(wire, output, table)
 
     return seconds_in_loop(encode_and_decode, device, repeats) / num_units

@@ -49,7 +49,7 @@ class Reduction:
         for _ in range(RANKS):
             hop = Hop("flat", "(root)", list(range(RANKS)), 1, config, "compiled")
             hop.error.add(dict(enumerate(layout.blocks_per_part)), CPU)
-            hop.reserve(layout.num_blocks, CPU)
+            hop.begin(layout.num_blocks, CPU)
             self._hops.append(hop)
             self._table = layout.place(CPU, hop.error.rows_of(tuple(range(len(numels)))))
         self._wire = torch.zeros(RANKS, layout.bytes_per_shard, dtype=torch.uint8)
@@ -59,6 +59,7 @@ class Reduction:
             return torch.stack(gradients).mean(0)
         for hop, gradient, row in zip(self._hops, gradients, self._wire, strict=True):
             hop.encode(gradient.view(1, -1), row.view(1, -1), self._table, feedback=True)
+            hop.end()
         mean = torch.empty_like(gradients[0])
         self._hops[0].decode(self._wire, mean, self._table, 1 / RANKS)
         return mean

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import oracle
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.reduction.all_reduce import blocks_before
+from loco_fsdp.reduction.all_reduce import summing_replicas
 from ranks import RankPool, raised
 from toy import Given, Net, backward, batch, cpu_mesh, reduced, shard
 
@@ -32,30 +32,29 @@ Ranks = Callable[[int], RankPool]
     st.integers(1, 5),
 )
 def test_every_block_has_one_replica_whatever_else_is_used(
-    numels: list[int], unused: set[int], num_ranges: int
+    numels: list[int], unused: set[int], num_replicas: int
 ) -> None:
     blocks = [-(-numel // 32) for numel in numels]
     firsts = [sum(blocks[:index]) for index in range(len(blocks))]
 
-    def owners(used: list[int]) -> dict[tuple[int, int], int]:
-        counts = [blocks[i] for i in used]
-        before = blocks_before([firsts[i] for i in used], counts, sum(blocks), num_ranges)
-        assert before.shape == (num_ranges + 1, len(used))
-        assert not before[0].any() and before[-1].tolist() == counts
-        return {
-            (parameter, block): owner
-            for owner in range(num_ranges)
-            for place, parameter in enumerate(used)
-            for block in range(before[owner, place], before[owner + 1, place])
-        }
+    def owners(used: list[int]) -> list[tuple[int, int]]:
+        """The number of each block in the unit, and its replica."""
+        found = summing_replicas([firsts[i] for i in used], [blocks[i] for i in used], num_replicas)
+        numbers = [firsts[i] + block for i in used for block in range(blocks[i])]
+        return list(zip(numbers, found.tolist(), strict=True))
 
     everything = owners(list(range(len(numels))))
-    some = owners([index for index in range(len(numels)) if index not in unused])
-    assert len(everything) == sum(blocks)
-    assert some.items() <= everything.items()
-    # Equal parts of the unit, one after the other.
-    order = [everything[index, b] for index in range(len(blocks)) for b in range(blocks[index])]
-    assert order == [number // -(-sum(blocks) // num_ranges) for number in range(sum(blocks))]
+    assert everything == [(number, number % num_replicas) for number in range(sum(blocks))]
+    assert set(owners([i for i in range(len(numels)) if i not in unused])) <= set(everything)
+
+
+def test_any_stretch_of_parameters_is_shared_out_evenly() -> None:
+    blocks = [3, 1, 1, 5, 2, 1, 8]
+    for first in range(len(blocks)):
+        for last in range(first + 1, len(blocks) + 1):
+            firsts = [sum(blocks[:index]) for index in range(first, last)]
+            shared = summing_replicas(firsts, blocks[first:last], 4).bincount(minlength=4)
+            assert shared.max() - shared.min() <= 1
 
 
 # --- what comes out --------------------------------------------------------------------------

@@ -184,8 +184,9 @@ class Exchange:
         self.hop.error.add(dict(zip(parameters, layout.blocks_per_part, strict=True)), CPU)
         table = layout.place(CPU, self.hop.error.rows_of(parameters))
         wire = torch.zeros(2, layout.bytes_per_shard, dtype=torch.uint8)
-        self.hop.reserve(2 * layout.num_blocks, CPU)
+        self.hop.begin(2 * layout.num_blocks, CPU)
         self.hop.encode(gradient, wire, table, feedback=True)
+        self.hop.end()
         received = torch.empty_like(gradient)
         for row, output in zip(wire, received, strict=True):
             self.hop.decode(row.unsqueeze(0), output, table)

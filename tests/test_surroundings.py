@@ -63,7 +63,7 @@ def all_steps(bits: int, backend: str, error_dtype: torch.dtype) -> list[Tensor]
         gradient = torch.randn(1, sum(numels), dtype=torch.float32, generator=generator)
         gradient *= 1e4 if step == 2 else 1.0
         for hop in (first, second):
-            hop.reserve(layout.num_blocks, CPU)
+            hop.begin(layout.num_blocks, CPU)
             hop.error.add(blocks, CPU)
         whole = layout.place(CPU, first.error.rows_of(tuple(blocks)))
         table = whole.in_rows(torch.tensor([0, layout.num_blocks]))
@@ -72,6 +72,8 @@ def all_steps(bits: int, backend: str, error_dtype: torch.dtype) -> list[Tensor]
         first.encode(gradient, wire, table, True)
         part: BlockTable = table.part(0, layout.num_blocks, second.error.rows_of(tuple(blocks)))
         second.decode_encode(wire, sums, part, True, 0.5)
+        first.end()
+        second.end()
         output = torch.empty(sum(numels), dtype=torch.bfloat16)
         first.decode(sums, output, table)
         results += [wire[:, : 16 * bits].clone(), sums[:, : 16 * bits].clone(), output]

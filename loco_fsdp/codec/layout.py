@@ -172,6 +172,13 @@ class BlockTable(NamedTuple):
         columns = (self.starts, self.lengths, self.rows, self.row_starts)
         return sum(column.nbytes for column in columns if column is not None)
 
+    def take(self, order: Tensor) -> BlockTable:
+        """These blocks in another order, `[num_blocks]` int64."""
+        order = order.to(self.starts.device)
+        return self._replace(
+            starts=self.starts[order], lengths=self.lengths[order], rows=self.rows[order]
+        )
+
     def in_rows(self, row_starts: Tensor) -> BlockTable:
         """These blocks shared out over rows of a wire, each as long as the fullest needs.
 

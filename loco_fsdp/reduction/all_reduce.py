@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,27 +42,27 @@ class _Plan(NamedTuple):
         return self.shard.nbytes + (0 if self.own is None else self.own.nbytes)
 
 
-def blocks_before(
-    first_blocks: Sequence[int], num_blocks: Sequence[int], unit_blocks: int, num_replicas: int
+def summing_replicas(
+    first_blocks: Sequence[int], num_blocks: Sequence[int], num_replicas: int
 ) -> Tensor:
-    """How many blocks of each parameter belong to the replicas before each replica.
+    """Which replica sums each block.
 
-    A block belongs to the same replica whatever other parameters have a gradient, because the error
-    of its sum is there: replica r has the r-th of `num_replicas` equal parts of all blocks of the
-    unit.
+    A block belongs to the same replica whatever other parameters are reduced with it, because the
+    error of its sum is there. The blocks of a unit go to replicas in turns, so that any stretch of
+    parameters is shared out evenly.
 
     Args:
         first_blocks: number of each parameter's first block among all blocks of the unit.
         num_blocks: blocks of each parameter.
-        unit_blocks: blocks of the unit.
         num_replicas: replicas.
 
     Returns:
-        `[num_replicas + 1, parameters]` int64; its last row is `num_blocks`.
+        `[sum(num_blocks)]` int64.
     """
-    bounds = torch.arange(num_replicas + 1) * -(-unit_blocks // num_replicas)
-    first, num = torch.tensor(first_blocks), torch.tensor(num_blocks)
-    return (bounds[:, None] - first).clamp(min=0).minimum(num)
+    first, counts = (torch.tensor(n, dtype=torch.int64) for n in (first_blocks, num_blocks))
+    shift = first - (counts.cumsum(0) - counts)
+    numbers = shift.repeat_interleave(counts) + torch.arange(sum(num_blocks))
+    return numbers % num_replicas
 
 
 def all_reduce_in_full_precision(gradient: Tensor, group: dist.ProcessGroup, factor: float) -> None:
@@ -77,6 +78,16 @@ def all_reduce_in_full_precision(gradient: Tensor, group: dist.ProcessGroup, fac
         gradient /= before
     dist.all_reduce(gradient, group=group)
     gradient *= factor * before
+
+
+@dataclass
+class _Sent:
+    """What a reduction has sent so far: to each other replica, and what a ring would have."""
+
+    compressed: bool
+    row_bytes: int = 0
+    ring_bytes: int = 0
+    without_feedback: bool = False
 
 
 class LoCoAllReduce(Reducer):
@@ -119,6 +130,7 @@ class LoCoAllReduce(Reducer):
         self._gather = Hop("sums", unit.name, replicas, 1, config, backend)
         self.hops = [self._scatter, self._gather] if len(replicas) > 2 else [self._scatter]
         self._workspace = workspace
+        self._sent = _Sent(compressed=False)
 
     def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
         """Also which blocks of the unit are the parameter's: replicas share these blocks."""
@@ -135,7 +147,6 @@ class LoCoAllReduce(Reducer):
     def _unit_layout(self) -> BlockLayout:
         return BlockLayout(self.unit.shard_numels, self._scatter.bits, self.config.block_size)
 
-    @without_autocast
     def reduce(self, gradient: Tensor, factor: float) -> None:
         """Sum `gradient` `[shard]` over replicas, times `factor`, in place.
 
@@ -143,24 +154,55 @@ class LoCoAllReduce(Reducer):
             TypeError: the gradient has a dtype that the codec does not take.
             RuntimeError: with `check_ranks`, the replicas do not reduce the same.
         """
-        group, active = self._group, self.unit.active
+        self.begin(gradient.device)
+        self.reduce_part(gradient, self.unit.active, factor)
+        self.end()
+
+    def begin(self, device: torch.device) -> None:
+        """Begin a reduction that comes in parts, of some parameters each."""
+        self._sent = _Sent(compressed=not self.bypassed)
+        if not self._sent.compressed:
+            return
+        num_blocks = self._unit_layout().num_blocks
+        self._scatter.begin(num_blocks, device)
+        if self._gather in self.hops:
+            self._gather.begin(-(-num_blocks // self._group.size()), device)
+
+    @without_autocast
+    def reduce_part(self, gradient: Tensor, active: tuple[int, ...] | None, factor: float) -> None:
+        """Sum the gradients of `active` parameters over replicas, times `factor`, in place.
+
+        Args:
+            gradient: of these parameters, one after the other.
+            active: which these are, none of them twice in one reduction; None: nobody knows.
+            factor: of the sum.
+        """
+        group, sent = self._group, self._sent
         self.check_ranks(gradient, active, group)
-        replicas = group.size()
-        ring_bytes = 2 * gradient.nbytes * (replicas - 1) // replicas
-        if self.bypassed:
+        sent.ring_bytes += 2 * gradient.nbytes * (group.size() - 1) // group.size()
+        if not sent.compressed:
             all_reduce_in_full_precision(gradient, group, factor)
-            self.counters.add_full_precision(ring_bytes, self.leaves_node(group), is_whole=True)
             return
         check_gradient_dtype(f"{self.unit.label}: loco-fsdp", gradient.dtype)
         plan = self._plans(active, gradient.numel(), gradient.device)
         if plan.own is None:
-            row_bytes = self._reduce_in_one_hop(gradient, plan.shard, plan.feedback, factor)
+            sent.row_bytes += self._reduce_in_one_hop(gradient, plan.shard, plan.feedback, factor)
         else:
-            row_bytes = self._reduce_in_two_hops(gradient, plan, plan.own, factor)
-        if self.config.error_feedback and not plan.feedback:
+            sent.row_bytes += self._reduce_in_two_hops(gradient, plan, plan.own, factor)
+        sent.without_feedback |= self.config.error_feedback and not plan.feedback
+
+    def end(self) -> None:
+        """End what `begin` has begun."""
+        group, sent = self._group, self._sent
+        if not sent.compressed:
+            leaves_node = self.leaves_node(group)
+            self.counters.add_full_precision(sent.ring_bytes, leaves_node, is_whole=True)
+            return
+        if sent.without_feedback:
             self.end_without_feedback()
         remote = remote_peers(group, self._node_size)
-        self.end_reduction(row_bytes * (replicas - 1), row_bytes * remote, ring_bytes)
+        row_bytes = sent.row_bytes
+        self.end_reduction(row_bytes * (group.size() - 1), row_bytes * remote, sent.ring_bytes)
 
     def _reduce_in_one_hop(
         self, gradient: Tensor, table: BlockTable, feedback: bool, factor: float
@@ -169,7 +211,6 @@ class LoCoAllReduce(Reducer):
         device, num_bytes = gradient.device, table.wire.num_bytes
         wire = self._workspace.get("all-reduce wire", (1, num_bytes), device)
         receive = self._workspace.get("all-reduce receive", (self._group.size(), num_bytes), device)
-        self._scatter.reserve(table.num_blocks, device)
         self._scatter.encode(gradient.view(1, -1), wire, table, feedback)
         with self._scatter.stage("exchange"):
             gather_rows(receive, wire, self._group)
@@ -185,12 +226,10 @@ class LoCoAllReduce(Reducer):
         receive = self._workspace.get("all-reduce receive", shape, device)
         sums = self._workspace.get("all-reduce sums", (1, own.wire.num_bytes), device)
 
-        self._scatter.reserve(plan.shard.num_blocks, device)
         self._scatter.encode(gradient.view(1, -1), wire, plan.shard, plan.feedback)
         with self._scatter.stage("exchange"):
             exchange(receive, wire, self._group)
 
-        self._gather.reserve(own.num_blocks, device)
         if own.num_blocks:
             self._gather.decode_encode(receive, sums, own, plan.feedback, factor)
         with self._gather.stage("exchange"):
@@ -218,19 +257,19 @@ class LoCoAllReduce(Reducer):
         shard = layout.place(device, rows, starts, numel)
         if self._group.size() == 2:
             return _Plan(shard, None, feedback)
-        before = blocks_before(
+        owners = summing_replicas(
             [firsts[index] for index in active or (0,)],
             layout.blocks_per_part,
-            firsts[-1],
             self._group.size(),
         )
-        row_starts = before.sum(dim=1)
+        shared = owners.bincount(minlength=self._group.size())
+        row_starts = torch.cat([shared.new_zeros(1), shared.cumsum(0)])
         first, last = row_starts[self._group.rank() :][:2].tolist()
         own_rows = torch.arange(last - first)
         if feedback:
-            mine = (before[self._group.rank() + 1] - before[self._group.rank()]).tolist()
-            own_blocks = {index: num for index, num in zip(active, mine, strict=True) if num}
+            is_own = (owners == self._group.rank()).split_with_sizes(layout.blocks_per_part)
+            own_blocks = {index: int(own.sum()) for index, own in zip(active, is_own, strict=True)}
             self._gather.error.add(own_blocks, device)
             own_rows = self._gather.error.rows_of(tuple(own_blocks))
-        shard = shard.in_rows(row_starts)
+        shard = shard.take(owners.argsort(stable=True)).in_rows(row_starts)
         return _Plan(shard, shard.part(first, last, own_rows), feedback)

@@ -80,24 +80,38 @@ class Hop:
         self._usual: Tensor | None = None
         self._usual_before = [0.0, 0.0, 0.0]
         self._num_measured = 0
+        self._rows: list[Tensor] = []
 
-    def reserve(self, num_blocks: int, device: torch.device) -> None:
-        """Make room to measure a reduction of so many blocks over all peers."""
+    def begin(self, num_blocks: int, device: torch.device) -> None:
+        """Begin a reduction, with room to measure so many blocks over all peers.
+
+        What is encoded until `end` belongs to it. It may come in several calls if there is one
+        peer.
+        """
         if self._squares is None or self._squares.shape[0] < num_blocks:
             self._squares = torch.zeros(num_blocks, 2, dtype=torch.float32, device=device)
         if self._nonfinite is None:
             self._nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
         if self._usual is None:
             self._usual = make_usual(device, self._usual_before)
-        self._num_measured = num_blocks
+        self._num_measured = 0
+        self._rows = []
+
+    def end(self) -> None:
+        """Forget the errors of what was encoded since `begin` if it was a spike."""
+        if self._spike_limit is None or self.error.state is None or not self._rows:
+            return
+        assert self._squares is not None and self._usual is not None
+        rows = self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
+        squares = self._squares[: self._num_measured].view(self.error.peers, -1, 2)
+        scale = self.error.state.scale
+        drop_spike(squares, self._usual, scale, rows, self._spike_limit, backend=self._backend)
 
     def encode(self, gradient: Tensor, wire: Tensor, table: BlockTable, feedback: bool) -> None:
         """`codec.encode`."""
         with self.stage("encode"):
-            error = self.error.state if feedback else None
-            stats = self._stats(gradient.shape[0], table)
+            error, stats = self._take_part(gradient.shape[0], table, feedback)
             encode(gradient, wire, table, stats, error, self._beta, backend=self._backend)
-            self._drop_spike(stats, error, table)
 
     def decode(self, wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
         """`codec.decode`."""
@@ -109,28 +123,25 @@ class Hop:
     ) -> None:
         """`codec.decode_encode`."""
         with self.stage("decode and encode"):
-            error, stats = self.error.state if feedback else None, self._stats(1, table)
+            error, stats = self._take_part(1, table, feedback)
             after = (table, stats, error, self._beta, factor)
             decode_encode(received, wire, *after, backend=self._backend)
-            self._drop_spike(stats, error, table)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """A range of a profile for a stage of this exchange."""
         return stage(name, self.kind, self._unit_name)
 
-    def _stats(self, peers: int, table: BlockTable) -> EncodeStats:
+    def _take_part(
+        self, peers: int, table: BlockTable, feedback: bool
+    ) -> tuple[ErrorState | None, EncodeStats]:
+        """What a part of a reduction is encoded with, and where it is measured."""
         assert self._squares is not None and self._nonfinite is not None
-        squares = self._squares[: peers * table.num_blocks].view(peers, -1, 2)
-        return EncodeStats(squares, self._nonfinite)
-
-    def _drop_spike(self, stats: EncodeStats, error: ErrorState | None, table: BlockTable) -> None:
-        if error is None or self._spike_limit is None:
-            return
-        assert self._usual is not None
-        drop_spike(
-            *(stats.squares, self._usual, error.scale, table.rows, self._spike_limit),
-            backend=self._backend,
-        )
+        first = self._num_measured
+        self._num_measured += peers * table.num_blocks
+        squares = self._squares[first : self._num_measured].view(peers, -1, 2)
+        if feedback:
+            self._rows.append(table.rows)
+        return self.error.state if feedback else None, EncodeStats(squares, self._nonfinite)
 
     def measured(self) -> Measured:
         """What was measured so far; nothing is read from the device."""

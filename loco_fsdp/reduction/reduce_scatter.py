@@ -188,7 +188,7 @@ class LoCoReduceScatter(Reducer):
         shape = (num_shards, table.wire.num_bytes)
         send = self._workspace.get("send", shape, device)
         receive = self._workspace.get("receive", shape, device)
-        hop.reserve(placement.peers * table.num_blocks, device)
+        hop.begin(placement.peers * table.num_blocks, device)
         hop.encode(gradient.view(placement.peers, -1), send, table, placement.feedback)
         return placement, send, receive
 

@@ -162,7 +162,9 @@ class Reducer:
         return (self.unit.shard_numels[parameter],)
 
     def end_reduction(self, wire_bytes: int, inter_node_bytes: int, baseline_bytes: int) -> None:
-        """Count a compressed reduction, reset the error if that is due, and ask the guard."""
+        """Count a compressed reduction, and decide on errors: spikes, resets and the guard."""
+        for hop in self.hops:
+            hop.end()
         self.counters.add(wire_bytes, inter_node_bytes, baseline_bytes)
         interval = self.config.reset_interval
         if interval is not None and self.counters.reductions % interval == 0:
