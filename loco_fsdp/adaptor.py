@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp.agreement import Select, agreed_plans
 from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.candidate import Attachment, Parts
+from loco_fsdp.frontends.candidate import Attachment, Candidate, Parts
+from loco_fsdp.frontends.ddp import DDPCandidate, ddp_units
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import FSDPCandidate
 from loco_fsdp.reduction.groups import HopGroups
@@ -247,19 +249,24 @@ def attach(
     """
     if not dist.is_initialized():
         raise ValueError("attach needs torch.distributed: call init_process_group first")
-    units = list(fsdp_units(module))
-    if not units:
-        raise ValueError(
-            f"attach found no FSDP unit in {type(module).__name__}: apply "
-            "torch.distributed.fsdp.fully_shard first, or use LoCoFSDP, which does both"
+    if isinstance(module, DistributedDataParallel):
+        find_units: Callable[[], Iterable[Unit]] = list
+        candidates: list[Candidate] = [DDPCandidate(module, unit) for unit in ddp_units(module)]
+    else:
+        find_units = partial(fsdp_units, module)
+        candidates = [FSDPCandidate(unit) for unit in fsdp_units(module)]
+    if not candidates:
+        raise TypeError(
+            f"attach takes a model that torch.distributed.fsdp.fully_shard was applied to (or "
+            "LoCoFSDP, which does both), or a DistributedDataParallel. There is no FSDP unit in "
+            f"this {type(module).__name__}"
         )
-    candidates = [FSDPCandidate(unit) for unit in units]
     plans = agreed_plans(candidates, config, select)
     parts = Parts(Workspace(), Notices(), HopGroups())
     attachments = [
         candidate.attachment(plan, parts) for candidate, plan in zip(candidates, plans, strict=True)
     ]
-    loco = LoCo(partial(fsdp_units, module), attachments, parts)
+    loco = LoCo(find_units, attachments, parts)
     for submodule in module.modules():
         earlier = vars(submodule).get("loco")
         if isinstance(earlier, LoCo) and not earlier.attached:

@@ -258,7 +258,11 @@ def refused(case: str) -> tuple[str, list[bool]]:
 @pytest.mark.parametrize(
     ("case", "on_rank_0", "on_rank_1"),
     [
-        ("not sharded", "ValueError: attach found no FSDP unit in Model", None),
+        (
+            "not sharded",
+            "TypeError: attach takes a model that torch.distributed.fsdp.fully_shard",
+            None,
+        ),
         ("configuration of another type", "TypeError: config={'bits': 4}: it must be a LoCo", None),
         (
             "configuration of another type on rank 1",

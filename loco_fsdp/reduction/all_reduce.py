@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,9 +14,12 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable
 from loco_fsdp.codec.quantized_tensor import check_gradient_dtype
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.reduction.collectives import all_gather, reduce_scatters
 from loco_fsdp.reduction.exchange import exchange, gather_rows
+from loco_fsdp.reduction.groups import Hops
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.packing import RowPacking
 from loco_fsdp.reduction.precision import without_autocast
 from loco_fsdp.reduction.reducer import Reducer
 from loco_fsdp.reduction.topology import remote_peers
@@ -80,12 +83,16 @@ def all_reduce_in_full_precision(gradient: Tensor, group: dist.ProcessGroup, fac
     gradient *= factor * before
 
 
+Stock = Callable[[Tensor, dist.ProcessGroup, float], None]
+
+
 @dataclass
 class _Sent:
-    """What a reduction has sent so far: to each other replica, and what a ring would have."""
+    """What a reduction has sent so far: to each other replica, inside the node, and in a ring."""
 
     compressed: bool
     row_bytes: int = 0
+    node_bytes: int = 0
     ring_bytes: int = 0
     without_feedback: bool = False
 
@@ -107,8 +114,15 @@ class LoCoAllReduce(Reducer):
 
     All replicas decode the same bytes in the same order: their gradients are bitwise equal.
 
+    Over nodes of several ranks, where `hops` are given: a reduce-scatter inside the node in the
+    dtype of the gradient, of an equal part of each parameter for each rank; the steps above, with
+    these parts, between ranks at the same place in their nodes; an all-gather inside the node.
+
     Args:
-        group: the replicas, a rank of each.
+        group: the replicas.
+        hops: the groups inside of nodes and between them.
+        stock: all-reduces in full precision while `bypassed` is set: called with the gradient, the
+            group and the factor of the sum.
     """
 
     def __init__(
@@ -122,9 +136,25 @@ class LoCoAllReduce(Reducer):
         node_size: int,
         workspace: Workspace,
         notices: Notices,
+        hops: Hops | None = None,
+        topology_reason: str | None = None,
+        stock: Stock = all_reduce_in_full_precision,
     ) -> None:
-        self._group = group
-        super().__init__(unit, config, bypass_reason, node_size=node_size, notices=notices)
+        self._replicas = group
+        self._group = group if hops is None else hops.inter
+        self._node = None if hops is None else hops.intra
+        self._stock = stock
+        super().__init__(
+            unit,
+            config,
+            bypass_reason,
+            node_size=node_size,
+            notices=notices,
+            topology_reason=topology_reason,
+        )
+        self._numels = unit.shard_numels
+        if self._node is not None:
+            self._numels = tuple(-(-numel // self._node.size()) for numel in self._numels)
         replicas = dist.get_process_group_ranks(self._group)
         self._scatter = Hop("replicas", unit.name, replicas, 1, config, backend)
         self._gather = Hop("sums", unit.name, replicas, 1, config, backend)
@@ -134,7 +164,7 @@ class LoCoAllReduce(Reducer):
 
     def place_of_error(self, hop: Hop, parameter: int) -> tuple[int, ...]:
         """Also which blocks of the unit are the parameter's: replicas share these blocks."""
-        place = super().place_of_error(hop, parameter)
+        place = (self._numels[parameter],)
         if hop is self._scatter:
             return place
         blocks = self._unit_layout().blocks_per_part
@@ -142,10 +172,10 @@ class LoCoAllReduce(Reducer):
 
     def deciding_groups(self) -> list[dist.ProcessGroup]:
         """The shard group, and the replicas."""
-        return list(dict.fromkeys((*super().deciding_groups(), self._group)))
+        return list(dict.fromkeys((*super().deciding_groups(), self._replicas)))
 
     def _unit_layout(self) -> BlockLayout:
-        return BlockLayout(self.unit.shard_numels, self._scatter.bits, self.config.block_size)
+        return BlockLayout(self._numels, self._scatter.bits, self.config.block_size)
 
     def reduce(self, gradient: Tensor, factor: float) -> None:
         """Sum `gradient` `[shard]` over replicas, times `factor`, in place.
@@ -158,15 +188,38 @@ class LoCoAllReduce(Reducer):
         self.reduce_part(gradient, self.unit.active, factor)
         self.end()
 
-    def begin(self, device: torch.device) -> None:
-        """Begin a reduction that comes in parts, of some parameters each."""
+    def begin(self, device: torch.device, expected: Sequence[int] = ()) -> None:
+        """Begin a reduction that comes in parts, of some parameters each.
+
+        Args:
+            device: where gradients are.
+            expected: parameters whose errors are made at once, rather than part by part.
+        """
         self._sent = _Sent(compressed=not self.bypassed)
         if not self._sent.compressed:
             return
-        num_blocks = self._unit_layout().num_blocks
-        self._scatter.begin(num_blocks, device)
+        layout, group = self._unit_layout(), self._group
+        self._scatter.begin(layout.num_blocks, device)
         if self._gather in self.hops:
-            self._gather.begin(-(-num_blocks // self._group.size()), device)
+            self._gather.begin(-(-layout.num_blocks // group.size()), device)
+        if self.config.error_feedback and expected:
+            blocks = [layout.blocks_per_part[index] for index in expected]
+            self._scatter.error.add(dict(zip(expected, blocks, strict=True)), device)
+            if self._gather in self.hops:
+                owners = self._owners(expected, blocks)
+                self._gather.error.add(self._own_blocks(expected, blocks, owners), device)
+
+    def _owners(self, active: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """Which replica sums each block of these parameters."""
+        firsts = list(accumulate(self._unit_layout().blocks_per_part, initial=0))
+        return summing_replicas([firsts[i] for i in active], blocks, self._group.size())
+
+    def _own_blocks(
+        self, active: Sequence[int], blocks: Sequence[int], owners: Tensor
+    ) -> dict[int, int]:
+        """How many blocks of each parameter this replica sums."""
+        is_own = (owners == self._group.rank()).split_with_sizes(list(blocks))
+        return {index: int(own.sum()) for index, own in zip(active, is_own, strict=True)}
 
     @without_autocast
     def reduce_part(self, gradient: Tensor, active: tuple[int, ...] | None, factor: float) -> None:
@@ -177,14 +230,48 @@ class LoCoAllReduce(Reducer):
             active: which these are, none of them twice in one reduction; None: nobody knows.
             factor: of the sum.
         """
-        group, sent = self._group, self._sent
+        group, sent = self._replicas, self._sent
         self.check_ranks(gradient, active, group)
         sent.ring_bytes += 2 * gradient.nbytes * (group.size() - 1) // group.size()
         if not sent.compressed:
-            all_reduce_in_full_precision(gradient, group, factor)
+            self._stock(gradient, group, factor)
             return
         check_gradient_dtype(f"{self.unit.label}: loco-fsdp", gradient.dtype)
-        plan = self._plans(active, gradient.numel(), gradient.device)
+        if self._node is None:
+            self._reduce_across(gradient, active, factor)
+        else:
+            self._reduce_over_nodes(gradient, active, factor, self._node)
+
+    def _reduce_over_nodes(
+        self,
+        gradient: Tensor,
+        active: tuple[int, ...] | None,
+        factor: float,
+        node: dist.ProcessGroup,
+    ) -> None:
+        """Inside the node, between nodes, and inside again."""
+        spans, numels = self.unit.spans, [self.unit.shard_numels[i] for i in active or ()]
+        starts = [*accumulate(numels, initial=0)]
+        if spans is not None:
+            starts = [spans.starts[i] for i in active or ()]
+        elif sum(numels) != gradient.numel():
+            active, numels, starts = None, [gradient.numel()], [0]
+        packing = RowPacking(starts, numels, node.size())
+        shape = (node.size(), sum(packing.part_numels))
+        rows = self._workspace.get("node rows", shape, gradient.device, gradient.dtype)
+        part = self._workspace.get("node part", shape[1:], gradient.device, gradient.dtype)
+        packing.pack(gradient, rows)
+        reduce_scatters([part], [rows.view(-1)], node)
+        self._reduce_across(part, active, factor)
+        all_gather(rows.view(-1), part, node)
+        packing.unpack(rows, gradient)
+        self._sent.node_bytes += 2 * part.nbytes * (node.size() - 1)
+
+    def _reduce_across(
+        self, gradient: Tensor, active: tuple[int, ...] | None, factor: float
+    ) -> None:
+        """The exchanges in low bits."""
+        sent, plan = self._sent, self._plans(active, gradient.numel(), gradient.device)
         if plan.own is None:
             sent.row_bytes += self._reduce_in_one_hop(gradient, plan.shard, plan.feedback, factor)
         else:
@@ -195,14 +282,14 @@ class LoCoAllReduce(Reducer):
         """End what `begin` has begun."""
         group, sent = self._group, self._sent
         if not sent.compressed:
-            leaves_node = self.leaves_node(group)
+            leaves_node = self.leaves_node(self._replicas)
             self.counters.add_full_precision(sent.ring_bytes, leaves_node, is_whole=True)
             return
         if sent.without_feedback:
             self.end_without_feedback()
-        remote = remote_peers(group, self._node_size)
-        row_bytes = sent.row_bytes
-        self.end_reduction(row_bytes * (group.size() - 1), row_bytes * remote, sent.ring_bytes)
+        across = sent.row_bytes * (group.size() - 1)
+        remote = sent.row_bytes * remote_peers(group, self._node_size)
+        self.end_reduction(across + sent.node_bytes, remote, sent.ring_bytes)
 
     def _reduce_in_one_hop(
         self, gradient: Tensor, table: BlockTable, feedback: bool, factor: float
@@ -239,15 +326,15 @@ class LoCoAllReduce(Reducer):
 
     def _make_plan(self, active: tuple[int, ...] | None, numel: int, device: torch.device) -> _Plan:
         """Where the blocks of the parameters with a gradient are, and who sums them."""
-        unit = self._unit_layout()
-        firsts = list(accumulate(unit.blocks_per_part, initial=0))
-        numels = tuple(self.unit.shard_numels[index] for index in active or ())
-        starts = None if self.unit.spans is None else self.unit.spans.starts
+        bits, block_size = self._scatter.bits, self.config.block_size
+        numels = tuple(self._numels[index] for index in active or ())
+        starts = None
+        if self.unit.spans is not None and self._node is None:
+            starts = tuple(self.unit.spans.starts[index] for index in active or ())
         if active is None or (starts is None and sum(numels) != numel):
             # Nobody knows whose elements these are: one part, without feedback.
             active, numels = (), (numel,)
-            firsts = [0, -(-numel // unit.block_size)]
-        layout = BlockLayout(numels, unit.bits, unit.block_size)
+        layout = BlockLayout(numels, bits, block_size)
         feedback = bool(active) and self.config.error_feedback
         rows = None
         if feedback:
@@ -257,18 +344,16 @@ class LoCoAllReduce(Reducer):
         shard = layout.place(device, rows, starts, numel)
         if self._group.size() == 2:
             return _Plan(shard, None, feedback)
-        owners = summing_replicas(
-            [firsts[index] for index in active or (0,)],
-            layout.blocks_per_part,
-            self._group.size(),
-        )
+        if active:
+            owners = self._owners(active, layout.blocks_per_part)
+        else:
+            owners = summing_replicas([0], layout.blocks_per_part, self._group.size())
         shared = owners.bincount(minlength=self._group.size())
         row_starts = torch.cat([shared.new_zeros(1), shared.cumsum(0)])
         first, last = row_starts[self._group.rank() :][:2].tolist()
         own_rows = torch.arange(last - first)
         if feedback:
-            is_own = (owners == self._group.rank()).split_with_sizes(layout.blocks_per_part)
-            own_blocks = {index: int(own.sum()) for index, own in zip(active, is_own, strict=True)}
+            own_blocks = self._own_blocks(active, layout.blocks_per_part, owners)
             self._gather.error.add(own_blocks, device)
             own_rows = self._gather.error.rows_of(tuple(own_blocks))
         shard = shard.take(owners.argsort(stable=True)).in_rows(row_starts)
