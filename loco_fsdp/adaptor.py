@@ -18,6 +18,7 @@ from loco_fsdp.checkpoint import load_state, save_state
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.frontends.candidate import Attachment, Candidate, Parts
 from loco_fsdp.frontends.ddp import DDPCandidate, ddp_units
+from loco_fsdp.frontends.fsdp1 import FSDP1Candidate, fsdp1_units
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import FSDPCandidate
 from loco_fsdp.reduction.groups import HopGroups
@@ -223,44 +224,44 @@ class LoCo:
 
 
 def attach(
-    module: nn.Module, config: LoCoConfig | None = None, *, select: Select | None = None
+    module: nn.Module,
+    config: LoCoConfig | None = None,
+    *,
+    select: Select | None = None,
+    replicate_group: dist.ProcessGroup | None = None,
 ) -> LoCo:
-    """Reduce the gradients of a sharded model in low bits, from the next backward on.
+    """Reduce the gradients of a model in low bits, from the next backward on.
 
-    One call serves the whole model. Call it on all ranks, after `fully_shard` and outside of a
-    backward.
+    One call serves the whole model. Call it on all ranks, after the framework has wrapped the model
+    and outside of a backward.
 
     Args:
-        module: holds modules that `torch.distributed.fsdp.fully_shard` was applied to. Of a model
-            of `LoCoFSDP` that was detached, `model.loco` becomes the new `LoCo`.
+        module: a model that `torch.distributed.fsdp.fully_shard` was applied to (FSDP2), a
+            `torch.nn.parallel.DistributedDataParallel`, or a model with modules of
+            `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1). Of a model of `LoCoFSDP` that
+            was detached, `model.loco` becomes the new `LoCo`.
         config: how to compress; `None`: `LoCoConfig()`.
-        select: called with the name and the module of every FSDP unit. True: compress it, False:
-            leave it to stock FSDP2, a `LoCoConfig`: compress it in that way. Must answer the same
-            on all ranks.
+        select: called with the name and the module of every unit. True: compress it, False: leave
+            it to the framework, a `LoCoConfig`: compress it in that way. Must answer the same on
+            all ranks.
+        replicate_group: of an FSDP1 model whose `process_group` is that of one replica, such as the
+            ranks of a node: the ranks that hold the same shard in all replicas. Replicas then start
+            equal, gradients are averaged in full precision inside of each and in low bits over
+            them.
 
     Returns:
         The `LoCo` of this model.
 
     Raises:
-        ValueError: no FSDP unit in `module`, or only a part of one; LoCo or another custom
-            reduce-scatter is there already; or the ranks do not agree. Then nothing is attached, on
-            any rank.
-        TypeError: `config` is no `LoCoConfig`, or `select` returned something else than it may.
+        ValueError: only a part of a unit is in `module`; LoCo, a communication hook or another
+            custom reduce-scatter is there already; the framework's settings leave no place for it;
+            or the ranks do not agree. Then nothing is attached, on any rank.
+        TypeError: `module` has none of these, `config` is no `LoCoConfig`, or `select` returned
+            something else than it may.
     """
     if not dist.is_initialized():
         raise ValueError("attach needs torch.distributed: call init_process_group first")
-    if isinstance(module, DistributedDataParallel):
-        find_units: Callable[[], Iterable[Unit]] = list
-        candidates: list[Candidate] = [DDPCandidate(module, unit) for unit in ddp_units(module)]
-    else:
-        find_units = partial(fsdp_units, module)
-        candidates = [FSDPCandidate(unit) for unit in fsdp_units(module)]
-    if not candidates:
-        raise TypeError(
-            f"attach takes a model that torch.distributed.fsdp.fully_shard was applied to (or "
-            "LoCoFSDP, which does both), or a DistributedDataParallel. There is no FSDP unit in "
-            f"this {type(module).__name__}"
-        )
+    find_units, candidates = _find(module, replicate_group)
     plans = agreed_plans(candidates, config, select)
     parts = Parts(Workspace(), Notices(), HopGroups())
     attachments = [
@@ -272,3 +273,26 @@ def attach(
         if isinstance(earlier, LoCo) and not earlier.attached:
             submodule.loco = loco  # type: ignore[assignment]
     return loco
+
+
+def _find(
+    module: nn.Module, replicate_group: dist.ProcessGroup | None
+) -> tuple[Callable[[], Iterable[Unit]], Sequence[Candidate]]:
+    """What finds the units of a model again, and those that it has now."""
+    if fsdp1 := list(fsdp1_units(module, replicate_group)):
+        found = [FSDP1Candidate(unit, replicate_group) for unit in fsdp1]
+        return partial(fsdp1_units, module, replicate_group), found
+    if replicate_group is not None:
+        raise ValueError(
+            f"replicate_group is for FSDP1, and this {type(module).__name__} has none: with FSDP2 "
+            "use LoCoFSDP on a 2-D mesh"
+        )
+    if isinstance(module, DistributedDataParallel):
+        return list, [DDPCandidate(module, unit) for unit in ddp_units(module)]
+    if candidates := [FSDPCandidate(unit) for unit in fsdp_units(module)]:
+        return partial(fsdp_units, module), candidates
+    raise TypeError(
+        "attach takes a model that torch.distributed.fsdp.fully_shard was applied to (or LoCoFSDP, "
+        "which does both), a DistributedDataParallel or a FullyShardedDataParallel. There is no "
+        f"unit of any of them in this {type(module).__name__}"
+    )
