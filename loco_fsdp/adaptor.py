@@ -21,6 +21,7 @@ from loco_fsdp.frontends.ddp import DDPCandidate, ddp_units
 from loco_fsdp.frontends.fsdp1 import FSDP1Candidate, fsdp1_units
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import FSDPCandidate
+from loco_fsdp.frontends.megatron import MegatronCandidate, is_megatron, megatron_units
 from loco_fsdp.reduction.groups import HopGroups
 from loco_fsdp.reduction.notices import LATE, Notices
 from loco_fsdp.reduction.precision import without_autocast
@@ -224,7 +225,7 @@ class LoCo:
 
 
 def attach(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     config: LoCoConfig | None = None,
     *,
     select: Select | None = None,
@@ -237,9 +238,10 @@ def attach(
 
     Args:
         module: a model that `torch.distributed.fsdp.fully_shard` was applied to (FSDP2), a
-            `torch.nn.parallel.DistributedDataParallel`, or a model with modules of
-            `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1). Of a model of `LoCoFSDP` that
-            was detached, `model.loco` becomes the new `LoCo`.
+            `torch.nn.parallel.DistributedDataParallel`, a model with modules of
+            `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1), or a
+            `megatron.core.distributed.DistributedDataParallel` of Megatron-LM or the list of its
+            chunks. Of a model of `LoCoFSDP` that was detached, `model.loco` becomes the new `LoCo`.
         config: how to compress; `None`: `LoCoConfig()`.
         select: called with the name and the module of every unit. True: compress it, False: leave
             it to the framework, a `LoCoConfig`: compress it in that way. Must answer the same on
@@ -268,7 +270,7 @@ def attach(
         candidate.attachment(plan, parts) for candidate, plan in zip(candidates, plans, strict=True)
     ]
     loco = LoCo(find_units, attachments, parts)
-    for submodule in module.modules():
+    for submodule in module.modules() if isinstance(module, nn.Module) else ():
         earlier = vars(submodule).get("loco")
         if isinstance(earlier, LoCo) and not earlier.attached:
             submodule.loco = loco  # type: ignore[assignment]
@@ -276,9 +278,17 @@ def attach(
 
 
 def _find(
-    module: nn.Module, replicate_group: dist.ProcessGroup | None
+    module: nn.Module | Sequence[nn.Module], replicate_group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], Iterable[Unit]], Sequence[Candidate]]:
     """What finds the units of a model again, and those that it has now."""
+    chunks = [module] if isinstance(module, nn.Module) else list(module)
+    if chunks and all(is_megatron(chunk) for chunk in chunks):
+        return list, [MegatronCandidate(*found) for found in megatron_units(chunks)]
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            "attach takes a list only of chunks of megatron.core.distributed."
+            f"DistributedDataParallel, got {[type(chunk).__name__ for chunk in chunks]}"
+        )
     if fsdp1 := list(fsdp1_units(module, replicate_group)):
         found = [FSDP1Candidate(unit, replicate_group) for unit in fsdp1]
         return partial(fsdp1_units, module, replicate_group), found
@@ -293,6 +303,7 @@ def _find(
         return partial(fsdp_units, module), candidates
     raise TypeError(
         "attach takes a model that torch.distributed.fsdp.fully_shard was applied to (or LoCoFSDP, "
-        "which does both), a DistributedDataParallel or a FullyShardedDataParallel. There is no "
-        f"unit of any of them in this {type(module).__name__}"
+        "which does both), a DistributedDataParallel of torch or of megatron.core (or a list of "
+        "its chunks), or a FullyShardedDataParallel. There is no unit of any of them in this "
+        f"{type(module).__name__}"
     )

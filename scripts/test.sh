@@ -3,6 +3,6 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-use_venv dev,train,plot
+use_venv dev,train,plot,megatron
 
 python -m pytest "$@"

@@ -28,9 +28,9 @@ def all_reduced(pieces: Sequence[Tensor], factor: float, bits: int, block_size: 
 
 
 def all_reduced_over_nodes(
-    gradients: Sequence[Tensor], local: int, bits: int, block_size: int
+    gradients: Sequence[Tensor], local: int, bits: int, block_size: int, factor: float
 ) -> Tensor:
-    """The mean of a parameter's gradient of each rank, over nodes of `local` ranks."""
+    """A parameter's gradient of each rank, over nodes of `local` ranks, summed and scaled."""
     numel = gradients[0].numel()
     part = -(-numel // local)
     padded = [torch.nn.functional.pad(g.flatten(), (0, part * local - numel)) for g in gradients]
@@ -38,7 +38,6 @@ def all_reduced_over_nodes(
         torch.stack(padded[first : first + local]).sum(0)
         for first in range(0, len(gradients), local)
     ]
-    factor = 1 / len(gradients)
     parts = [
         all_reduced([node[i * part : (i + 1) * part] for node in nodes], factor, bits, block_size)
         for i in range(local)

@@ -76,7 +76,7 @@ def test_the_first_step_is_the_definition(
             if way == "flat":
                 right = all_reduced(pieces, 1 / world_size, bits, BLOCK)
             else:
-                right = all_reduced_over_nodes(pieces, 2, bits, BLOCK)
+                right = all_reduced_over_nodes(pieces, 2, bits, BLOCK, 1 / world_size)
             assert torch.equal(results[0][name].flatten(), right)
 
 

@@ -263,7 +263,7 @@ def different_parameters(equal_sizes: bool) -> str:
 @pytest.mark.parametrize("equal_sizes", [False, True])
 def test_check_ranks_names_both_sides(ranks: Ranks, equal_sizes: bool) -> None:
     for message in ranks(2).run(different_parameters, equal_sizes):
-        assert message.startswith("RuntimeError: rank 0 is about to reduce {'FSDP unit': '(root)'")
+        assert message.startswith("RuntimeError: rank 0 is about to reduce {'unit': '(root)'")
         assert "'parameters': ['a']" in message and "'parameters': ['b']" in message
         assert "set_reduce_scatter_unused_params(True)" in message
 

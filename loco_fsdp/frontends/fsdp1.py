@@ -30,7 +30,7 @@ from loco_fsdp.reduction.all_reduce import LoCoAllReduce, all_reduce_in_full_pre
 from loco_fsdp.reduction.collectives import reduce_scatters
 from loco_fsdp.reduction.groups import Route
 from loco_fsdp.reduction.reduce_scatter import LoCoReduceScatter
-from loco_fsdp.reduction.spans import Spans
+from loco_fsdp.reduction.spans import Spans, own_part
 
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
@@ -65,7 +65,7 @@ class FSDP1Unit:
             tuple(start for start, _ in places), tuple(numel for _, numel in places), padded
         )
         if replicate_group is not None:
-            self.spans = _own_part(self.spans, group)
+            self.spans = own_part(self.spans, group.size(), group.rank())
         self.shard_numels = self.spans.numels
         self.active = tuple(i for i, numel in enumerate(self.shard_numels) if numel)
         self.device: torch.device = fsdp.compute_device
@@ -94,15 +94,6 @@ class FSDP1Unit:
         return isinstance(other, FSDP1Unit) and self.fsdp is other.fsdp
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _own_part(spans: Spans, group: dist.ProcessGroup) -> Spans:
-    """Where parameters are in this rank's shard of a flat gradient."""
-    (pieces,) = spans.cut(group.size(), [group.rank()])
-    starts, numels = [0] * len(spans.numels), [0] * len(spans.numels)
-    for piece in pieces:
-        starts[piece.parameter], numels[piece.parameter] = piece.start, piece.numel
-    return Spans(tuple(starts), tuple(numels), spans.numel // group.size())
 
 
 def _clean(name: str) -> str:

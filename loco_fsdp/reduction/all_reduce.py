@@ -331,11 +331,12 @@ class LoCoAllReduce(Reducer):
         starts = None
         if self.unit.spans is not None and self._node is None:
             starts = tuple(self.unit.spans.starts[index] for index in active or ())
-        if active is None or (starts is None and sum(numels) != numel):
+        known = active is not None and (starts is not None or sum(numels) == numel)
+        if active is None or not known:
             # Nobody knows whose elements these are: one part, without feedback.
             active, numels = (), (numel,)
         layout = BlockLayout(numels, bits, block_size)
-        feedback = bool(active) and self.config.error_feedback
+        feedback = known and self.config.error_feedback
         rows = None
         if feedback:
             blocks = dict(zip(active, layout.blocks_per_part, strict=True))
@@ -344,7 +345,7 @@ class LoCoAllReduce(Reducer):
         shard = layout.place(device, rows, starts, numel)
         if self._group.size() == 2:
             return _Plan(shard, None, feedback)
-        if active:
+        if known:
             owners = self._owners(active, layout.blocks_per_part)
         else:
             owners = summing_replicas([0], layout.blocks_per_part, self._group.size())

@@ -42,9 +42,12 @@ def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessG
 
 
 def reduce_scatters(
-    output_tensors: list[Tensor], input_tensors: list[Tensor], group: dist.ProcessGroup
+    output_tensors: list[Tensor],
+    input_tensors: list[Tensor],
+    group: dist.ProcessGroup,
+    op: Any = dist.ReduceOp.SUM,
 ) -> None:
-    """Sum-reduce-scatter of each input into its output, in one launch where the backend can."""
+    """Reduce-scatter of each input into its output, in one launch where the backend can."""
     device = output_tensors[0].device
     with ExitStack() as stack:
         if backend_of(group, device).supports_coalescing:
@@ -52,7 +55,7 @@ def reduce_scatters(
                 dist._coalescing_manager(group, device=device)  # type: ignore[attr-defined]
             )
         for output_tensor, input_tensor in zip(output_tensors, input_tensors, strict=True):
-            _reduce_scatter(output_tensor, input_tensor, group=group)
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
 def make_group(

@@ -49,3 +49,12 @@ class Spans:
             if inner_first < inner_last:
                 pieces.append(Piece(parameter, inner_first - first, inner_last - inner_first))
         return pieces
+
+
+def own_part(spans: Spans, num_shards: int, shard: int) -> Spans:
+    """Where parameters are in one shard of a flat gradient; those that are not in it have none."""
+    (pieces,) = spans.cut(num_shards, [shard])
+    starts, numels = [0] * len(spans.numels), [0] * len(spans.numels)
+    for piece in pieces:
+        starts[piece.parameter], numels[piece.parameter] = piece.start, piece.numel
+    return Spans(tuple(starts), tuple(numels), spans.numel // num_shards)
