@@ -72,12 +72,22 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+_groups: dict[str, dict[str, Any]] = {}
+
+
 @contextmanager
 def model_parallel(**options: Any) -> Iterator[None]:
-    """The groups of megatron-core, over all ranks."""
+    """The groups of megatron-core, over all ranks; the same options get the same groups again."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(**options)
+    key = repr(sorted(options.items()))
+    if key in _groups:
+        vars(parallel_state).update(_groups[key])
+    else:
+        parallel_state.initialize_model_parallel(**options)
+        _groups[key] = {
+            name: value for name, value in vars(parallel_state).items() if name.isupper()
+        }
     try:
         yield
     finally:

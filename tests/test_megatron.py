@@ -267,7 +267,9 @@ def trained(row: str, path: str, way: str) -> Any:
             one_step(model, gradients(dist.get_rank(), step))
             if step >= 3:
                 results.append(model.bucket_groups[0].buckets[0].grad_data.clone())
-        return results, loco.stats(), messages
+        stats = loco.stats()
+        loco.detach()
+        return results, stats, messages
 
 
 @pytest.mark.parametrize(("row", "world_size"), [case for case in CASES if case[1] == 4])
