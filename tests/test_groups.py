@@ -244,7 +244,8 @@ def called_on_nccl(way: str) -> list[str]:
         calls.append(f"all_gather {given.dtype} {group.size()}")
         dist.all_gather(list(output.view(group.size(), -1).unbind(0)), given, group=group)
 
-    def reduce_scatter(output: Tensor, given: Tensor, group: Any) -> None:
+    def reduce_scatter(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
+        assert op == dist.ReduceOp.SUM
         calls.append(f"reduce_scatter {given.dtype} {group.size()}")
         total = given.clone()
         dist.all_reduce(total, group=group)
