@@ -13,6 +13,11 @@ node sent, as counted by its network interface. Needs root and iproute2.
 NCCL does; `ring-*` reduces in a ring as NCCL does. `fsdp-alltoall` exchanges 16 bits and sums in
 float32.
 
+`ddp-*` is DDP, whose model is whole on every rank; `-bf16` has all of it in 16 bits, and what it
+takes to reduce gradients is not known. `megatron-*` is Megatron-LM, all of it in 16 bits, with the
+distributed optimizer, `megatron-instances-*` with an instance of it on each node; both need
+`pip install 'loco-fsdp[megatron]'`.
+
 `--lean` takes out of a step much of what CPUs and gloo add to it, for stock and LoCo alike:
 parameters stay gathered between forward and backward, nodes of `hsdp-*` reduce inside in a ring,
 and memory that is freed is kept.
@@ -31,6 +36,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +45,7 @@ import torch
 
 from lab_network import INTERFACE, LabError, LabNetwork, check_machine
 from lab_rank import COMPUTE, RankSpec
+from lab_replicas import MEGATRON, REPLICAS
 from lab_report import add_plan, join, plot, summarize, table
 from loco_fsdp.planning.quantities import parse_rate, parse_seconds
 
@@ -46,6 +53,7 @@ WAYS = (
     *("fsdp-fp32", "fsdp-bf16", "ring-fp32", "ring-bf16", "fsdp-alltoall"),
     *("loco-flat", "loco-hierarchical", "hsdp-fp32", "hsdp-bf16", "hsdp-loco"),
 )
+OTHER_WAYS = (*REPLICAS, *MEGATRON)
 SWEEP = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
 _MAX_RANKS = 4
 _RANK_SCRIPT = Path(__file__).with_name("lab_rank.py")
@@ -213,7 +221,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks-per-node", type=int, default=1)
     add("--rate", default="500Mb/s", help="of each link, both ways (default %(default)s)")
     add("--delay", default="0s", help="of each link, one way; needs the kernel module sch_netem")
-    add("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}; all")
+    ways = (*WAYS, *OTHER_WAYS)
+    add("--ways", nargs="+", choices=ways, metavar="WAY", help=f"of {', '.join(ways)}; FSDP's")
     add("--sweep", action="store_true", help=f"over {', '.join(SWEEP)}")
     add("--plan", action="store_true", help="compare with loco_fsdp.plan, after probing")
     add("--layers", type=int, default=8, help="linear layers, an FSDP unit each (default 8)")
@@ -241,6 +250,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--plot draws a sweep: add --sweep")
     if options.lean and options.plan:
         parser.error("--plan predicts whole steps: leave --lean or --plan away")
+    other = [way for way in options.ways or () if way in OTHER_WAYS]
+    if other and options.plan:
+        parser.error(f"--plan knows ways of FSDP2, not {', '.join(other)}")
+    if set(other) & set(MEGATRON) and find_spec("megatron") is None:
+        parser.error("ways of Megatron-LM need megatron-core: pip install 'loco-fsdp[megatron]'")
     if options.ways is None:  # with one rank a node, hierarchical is flat
         skipped = {"loco-hierarchical"} if options.ranks_per_node == 1 else set()
         options.ways = [way for way in WAYS if way not in skipped]

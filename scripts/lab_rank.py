@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lab_replicas import (
+    MEGATRON,
+    REPLICAS,
+    DDPTrainee,
+    MegatronTrainee,
+    loco_config,
+    replica_trainee,
+    surroundings,
+)
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce
@@ -170,16 +179,13 @@ class Layer(nn.Linear):
 
 
 class Trainee:
-    """A model, and the way in which its gradients are reduced."""
+    """A model in FSDP2, and the way in which its gradients are reduced."""
 
-    def __init__(self, way: str, spec: RankSpec) -> None:
+    def __init__(self, way: str, spec: RankSpec, model: nn.Module, batch: Tensor) -> None:
         self.way = way
-        torch.manual_seed(0)
-        self._model = nn.Sequential(
-            *(Layer(spec.dim, spec.dim, bias=False) for _ in range(spec.num_layers))
-        )
+        self._model = model
+        self._batch = batch
         self._shard(spec)
-        self._batch = torch.randn(spec.batch_size, spec.dim)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def _shard(self, spec: RankSpec) -> None:
@@ -197,7 +203,7 @@ class Trainee:
             arguments["mesh"] = _mesh(spec.num_nodes, spec.ranks_per_node)
         elif self.way == COMPUTE:
             arguments["mesh"] = _mesh(spec.num_nodes * spec.ranks_per_node, 1)["shard"]
-        config = LoCoConfig.from_dict({**spec.loco, "node_size": spec.ranks_per_node})
+        config = loco_config(spec)
         if self.way == "hsdp-loco":
             LoCoFSDP(self._model, config, wrap=Layer, **arguments)
         else:
@@ -213,9 +219,10 @@ class Trainee:
                 layer.set_custom_reduce_scatter(comm)
                 layer.set_force_sum_reduction_for_comms(True)
 
-    def reducers(self) -> list[Any]:
-        """Classes of what reduces the gradients of its units inside of a shard group."""
-        return [type(unit.reduce_scatter) for unit in fsdp_units(self._model)]
+    def time_reductions(self, stopwatch: Stopwatch) -> None:
+        """Take the time of what reduces gradients inside of shard groups."""
+        for kind in {type(unit.reduce_scatter) for unit in fsdp_units(self._model)}:
+            kind.__call__ = stopwatch.timed(kind.__call__)
 
     def step(self) -> None:
         """One training step."""
@@ -226,7 +233,21 @@ class Trainee:
         self._optimizer.zero_grad()
 
 
-def measure(trainees: list[Trainee], stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
+AnyTrainee: TypeAlias = Trainee | DDPTrainee | MegatronTrainee
+
+
+def make_trainee(way: str, spec: RankSpec) -> AnyTrainee:
+    """The trainee of `way`; all start from the same model and have the same batch."""
+    torch.manual_seed(0)
+    layers = (Layer(spec.dim, spec.dim, bias=False) for _ in range(spec.num_layers))
+    model = nn.Sequential(*layers)
+    batch = torch.randn(spec.batch_size, spec.dim)
+    if way in (*REPLICAS, *MEGATRON):
+        return replica_trainee(way, spec, model, batch)
+    return Trainee(way, spec, model, batch)
+
+
+def measure(trainees: list[AnyTrainee], stopwatch: Stopwatch, spec: RankSpec) -> dict[str, Any]:
     """Steps of all trainees in turns; seconds and bytes of each step, by way.
 
     Bytes are what the interfaces of this node counted, loopback (`local`) and link (`link`).
@@ -304,13 +325,19 @@ def main() -> None:
         world_size=world_size,
         timeout=timedelta(seconds=spec.timeout_s),
     )
-    trainees = [Trainee(way, spec) for way in spec.ways]
+    with surroundings(spec.ways):
+        serve(spec, lines, answers)
+
+
+def serve(spec: RankSpec, lines: queue.Queue[str], answers: TextIO) -> None:
+    """Answer what is asked, for as long as this process lives."""
+    trainees = [make_trainee(way, spec) for way in spec.ways]
     stopwatch = Stopwatch()
     # Stock FSDP2 reduces over replicas by dist.all_reduce, and no other step here calls it.
     dist.all_reduce = stopwatch.timed(dist.all_reduce)
-    reducers = {kind for trainee in trainees for kind in trainee.reducers()}
-    for reducer in {ReplicaAllReduce, *reducers}:
-        reducer.__call__ = stopwatch.timed(reducer.__call__)
+    ReplicaAllReduce.__call__ = stopwatch.timed(ReplicaAllReduce.__call__)  # type: ignore[method-assign]
+    for trainee in trainees:
+        trainee.time_reductions(stopwatch)
     while True:
         command, *arguments = lines.get().split()
         if command == "probe":

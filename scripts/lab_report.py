@@ -10,6 +10,10 @@ from typing import Any
 from lab_rank import RankSpec
 from loco_fsdp.planning.cost_model import Cluster, predict
 
+_SCHEMES = (
+    *(("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",)), ("DDP", ("ddp",))),
+    ("Megatron's instances", ("megatron-instances",)),
+)
 _PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
 
 
@@ -89,7 +93,7 @@ def table(measured: dict[str, Any]) -> str:
         cells = [
             way,
             f"{row['step_s'] * 1e3:.1f}",
-            f"{row['reduce_s'] * 1e3:.1f}",
+            f"{row['reduce_s'] * 1e3:.1f}" if row["reduce_s"] else "-",
             f"{row['node_bytes'] / 1e6:.3f}",
             f"{row['local_bytes'] / 1e6:.3f}",
         ]
@@ -139,7 +143,7 @@ def plot(results: dict[str, Any], path: Path) -> str:
     for way, steps in seconds.items():
         axes.loglog(rates, steps, "o-" if "loco" in way else "s--", label=way)
     lines = []
-    for scheme, prefixes in (("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",))):
+    for scheme, prefixes in _SCHEMES:
         ways = [way for way in seconds if way.startswith(prefixes)]
         stock = [way for way in ways if "loco" not in way]
         loco = [way for way in ways if "loco" in way]

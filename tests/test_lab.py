@@ -150,6 +150,44 @@ def test_lean_step_gathers_once_and_reduces_in_a_ring_inside_of_a_node(tmp_path:
     assert run["ways"]["hsdp-bf16"]["node_bytes"] == pytest.approx(2 * numel, rel=0.15)
 
 
+def lab_of_replicas(tmp_path: Path, ways: list[str]) -> dict[str, float]:
+    """Bytes of gradient, over parameters of the model, that a node of two ranks sends another."""
+    options = [
+        *("--ranks-per-node", "2", "--dim", str(DIM), "--layers", str(NUM_LAYERS)),
+        *("--rate", "2Gb/s", "--warmup", "1", "--steps", "3", "--time-limit", "100"),
+    ]
+    command = [sys.executable, str(SCRIPTS / "lab.py"), *options, "--json", str(tmp_path / "json")]
+    subprocess.run([*command, "--ways", *ways], check=True, capture_output=True, timeout=120)
+    (run,) = json.loads((tmp_path / "json").read_text())["runs"]
+    return {way: run["ways"][way]["node_bytes"] / (NUM_LAYERS * DIM**2) for way in ways}
+
+
+FOUR_BITS = (4 + 32 / 256) / 8
+
+
+@needs_namespaces
+def test_ddp_in_low_bits_sends_codes_between_nodes_once_in_full(tmp_path: Path) -> None:
+    found = lab_of_replicas(tmp_path, ["ddp-fp32", "ddp-bf16", "ddp-loco"])
+    # A ring over four ranks passes each link with 2 * 3 / 4 of the gradient.
+    assert found["ddp-fp32"] == pytest.approx(2 * 4 * 3 / 4, rel=0.1)
+    assert found["ddp-bf16"] == pytest.approx(2 * 2 * 3 / 4, rel=0.1)
+    assert found["ddp-loco"] == pytest.approx(FOUR_BITS, rel=0.1)
+
+
+@needs_namespaces
+def test_megatron_in_low_bits_between_instances_sends_codes_alone(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    ways = ["megatron-bf16", "megatron-loco", "megatron-instances-bf16", "megatron-instances-loco"]
+    found = lab_of_replicas(tmp_path, ways)
+    gathered = 2 * 3 / 4  # parameters, in a ring, by one rank of the node
+    # gloo reduce-scatters by an all-reduce.
+    assert found["megatron-bf16"] == pytest.approx(2 * 2 * 3 / 4 + gathered, rel=0.1)
+    assert found["megatron-loco"] == pytest.approx(FOUR_BITS / 2 + gathered, rel=0.1)
+    # Between two instances: all-reduces of half of the elements on each rank, in 16 bits.
+    assert found["megatron-instances-bf16"] == pytest.approx(2, rel=0.1)
+    assert found["megatron-instances-loco"] == pytest.approx(FOUR_BITS, rel=0.1)
+
+
 @needs_namespaces
 def test_dead_rank_ends_the_lab_with_its_name(lab: subprocess.Popen[str]) -> None:
     os.kill(ranks_of(lab.pid)[1], signal.SIGKILL)
@@ -238,6 +276,7 @@ def test_without_iproute2_the_lab_names_the_package(monkeypatch: pytest.MonkeyPa
         (["--plot", "lab.png"], "add --sweep"),
         (["--steps", "0"], "--steps 0"),
         (["--lean", "--plan"], "leave --lean or --plan away"),
+        (["--ways", "ddp-loco", "--plan"], "--plan knows ways of FSDP2, not ddp-loco"),
         (["--ways", "loco-hierarchical"], "with one rank a node it is flat"),
     ],
 )
