@@ -14,7 +14,8 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -27,6 +28,8 @@ from data import Digits, Text, load_data
 from study import CurvePoint, Result, ResultFiles, Run, Study, full_name, load_study
 from traffic import GradientTraffic
 from train import Trainer, check_environment, distributed_mesh
+from train_config import Config
+from train_megatron import MegatronTrainer, check_megatron, where_megatron_runs
 
 logger = logging.getLogger("compare")
 
@@ -35,6 +38,8 @@ def check_study(study: Study) -> None:
     """Refuses, on every rank and before any of them waits for another, what cannot run here."""
     for config in {run.config for run in study.runs()}:
         check_environment(config)
+        if config.train.framework == "megatron":
+            check_megatron(config)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != study.ranks:
         raise ValueError(
@@ -43,13 +48,22 @@ def check_study(study: Study) -> None:
         )
 
 
+@contextmanager
+def new_trainer(config: Config, data: Text | Digits, mesh: DeviceMesh) -> Iterator[Trainer]:
+    """The trainer of the framework that `config` names."""
+    if config.train.framework == "megatron":
+        with where_megatron_runs():
+            yield MegatronTrainer(config, data, mesh)
+    else:
+        yield Trainer(config, data, mesh)
+
+
 def train_run(run: Run, data: Text | Digits, mesh: DeviceMesh) -> tuple[Result, list[CurvePoint]]:
     """One run, from new weights to its last validation."""
     train = run.config.train
-    trainer = Trainer(run.config, data, mesh)
     losses: list[float] = []
     curve: list[CurvePoint] = []
-    with GradientTraffic() as traffic:
+    with new_trainer(run.config, data, mesh) as trainer, GradientTraffic() as traffic:
         try:
             for step in range(1, train.steps + 1):
                 losses.append(trainer.train_step(step - 1).loss)

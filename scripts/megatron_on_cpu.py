@@ -68,4 +68,15 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, *_: module))
         stack.enter_context(_CudaIsCpu())
+        # What draws the numbers of dropout inside of layers has ways of its own to a GPU's generator.
+        from megatron.core.tensor_parallel import random
+
+        stack.enter_context(
+            patch.object(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
+        )
+        stack.enter_context(
+            patch.object(
+                random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)
+            )
+        )
         yield

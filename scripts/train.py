@@ -23,18 +23,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from checkpointing import Checkpoints, TrainingState, load_weights
 from convnet import build_convnet
 from data import DIGITS, Batch, Digits, Text, load_data
-from loco_fsdp import LoCo, LoCoFSDP
+from frameworks import check_framework, clip_grad_norm, data_parallel, microbatch
 from model import build_model
 from optimizers import build_optimizer
 from reporting import Reporter
 from traffic import GradientTraffic
-from train_config import Config, load_config, torch_dtype
+from train_config import Config, load_config
 
 
 class StepResult(NamedTuple):
@@ -54,11 +53,7 @@ def check_environment(config: Config) -> None:
             f"{num_ranks} ranks here, but {num_gpus} GPUs: pass torchrun --nproc-per-node "
             f"{num_gpus}, or hide the GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    if config.model.num_experts and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"model.num_experts={config.model.num_experts} needs torch 2.13 or newer, this is "
-            f"{torch.__version__}; update torch, or set model.num_experts to 0"
-        )
+    check_framework(config)
     if config.train.tensorboard is not None and find_spec("tensorboard") is None:
         raise ValueError(
             f"train.tensorboard={config.train.tensorboard!r}: pip install 'loco-fsdp[tensorboard]'"
@@ -86,30 +81,14 @@ def distributed_mesh() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def sharded_model(config: Config, mesh: DeviceMesh) -> FSDPModule:
-    """The model, each block and the rest of it one FSDP unit, on the device of `mesh`."""
+def new_model(config: Config, mesh: DeviceMesh) -> nn.Module:
+    """The model that the seed gives, on the device of `mesh`."""
     model: nn.Module
     if config.data.path == DIGITS:
         model = build_convnet(config.model, config.train.seed)
     else:
         model = build_model(config.model, config.data.seq_len, config.train.seed)
-    model.to(torch.device(mesh.device_type))
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(config.train.param_dtype),
-        reduce_dtype=torch_dtype(config.train.reduce_dtype),
-    )
-    if config.train.reduce == "loco":
-        block_type = type(model.blocks[0])
-        model = LoCoFSDP(model, config.loco, mesh=mesh, wrap=block_type, mp_policy=mp_policy)
-    else:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
-        fully_shard(model, mesh=mesh, mp_policy=mp_policy)
-    if config.model.num_experts:
-        # Ranks leave different experts without a token. Their gradient is zero then; left out, as
-        # by default, the ranks' reduce-scatters would differ in size.
-        model.set_reduce_scatter_unused_params(True)
-    return model
+    return model.to(torch.device(mesh.device_type))
 
 
 def lr_factor(step: int, warmup_steps: int, steps: int) -> float:
@@ -118,12 +97,6 @@ def lr_factor(step: int, warmup_steps: int, steps: int) -> float:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def batch_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Mean cross-entropy of the predictions, in nats."""
-    logits = model(batch.inputs.to(device))
-    return F.cross_entropy(logits.float().flatten(0, -2), batch.targets.flatten().to(device))
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -142,7 +115,14 @@ class Trainer:
         self.rank = mesh.get_rank()
         self.world_size = mesh.size()
         self.device = torch.device(mesh.device_type)
-        self.model = sharded_model(config, mesh)
+        self._build(mesh)
+
+    def _build(self, mesh: DeviceMesh) -> None:
+        """Model, LoCo, optimizer and learning rate."""
+        config = self.config
+        model = new_model(config, mesh)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.model, self.loco = data_parallel(model, config, mesh)
         if config.train.start_from is not None:
             load_weights(config.train.start_from, self.model)
         self.optimizer = build_optimizer(config.optim, self.model)
@@ -154,7 +134,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of the coming step."""
-        return self.scheduler.get_last_lr()[0]
+        return self.optimizer.param_groups[0]["lr"]
 
     def train_step(self, step: int) -> StepResult:
         """One optimizer step.
@@ -163,31 +143,32 @@ class Trainer:
             FloatingPointError: the loss or the gradient is not finite; on all ranks.
         """
         loss = mean_over_ranks(self._accumulate_gradients(step))
-        max_norm = self.config.optim.max_grad_norm
-        grad_norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), math.inf if max_norm is None else max_norm
-        )
-        result = StepResult(loss, grad_norm.full_tensor().item())
+        result = StepResult(loss, self._optimizer_step())
         if not all(map(math.isfinite, result)):
             raise FloatingPointError(
                 f"step {step}: {result} is not finite; try a lower optim.lr or more "
                 "optim.warmup_steps"
             )
+        return result
+
+    def _optimizer_step(self) -> float:
+        """Clips, steps and empties the gradient; returns the norm that it had."""
+        grad_norm = clip_grad_norm(self.model, self.config.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        return result
+        return grad_norm
 
     def _accumulate_gradients(self, step: int) -> Tensor:
         """Runs the microbatches; only the last one communicates gradients."""
         config, count = self.config, self.config.train.accumulation_steps
         total = torch.zeros((), device=self.device)
-        for microbatch in range(count):
-            self.model.set_requires_gradient_sync(microbatch == count - 1)
-            key = (config.train.seed, self.rank, step, microbatch)
+        for number in range(count):
+            key = (config.train.seed, self.rank, step, number)
             batch = self.data.training_batch(config.data, key)
-            loss = batch_loss(self.model, batch, self.device) / count
-            loss.backward()
+            with microbatch(self.model, is_last=number == count - 1):
+                loss = self._loss(batch) / count
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -197,13 +178,17 @@ class Trainer:
         batches = self.data.validation_batches(
             self.config.data, self.config.train.eval_batches, self.rank, self.world_size
         )
-        losses = [batch_loss(self.model, batch, self.device) for batch in batches]
+        losses = [self._loss(batch) for batch in batches]
         return mean_over_ranks(torch.stack(losses).mean())
 
-    @property
-    def loco(self) -> LoCo | None:
-        """What reduces gradients in low bits, if anything does."""
-        return self.model.loco if self.config.train.reduce == "loco" else None
+    def _loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of the predictions, in nats."""
+        logits = self._logits(batch.inputs.to(self.device))
+        targets = batch.targets.flatten().to(self.device)
+        return F.cross_entropy(logits.float().flatten(0, -2), targets)
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
 
     def loco_stats(self) -> dict[str, Any]:
         """What loco-fsdp counted, if it is on: as fields of the metrics."""
@@ -216,7 +201,9 @@ class Trainer:
         return {"loco": self.loco.stats(), "loco_units": units}
 
     def save(self, checkpoints: Checkpoints, step: int, bytes_sent: int) -> None:
-        """Save all that the run needs to go on after `step`."""
+        """Save all that the run needs to go on after `step`, if it is to have checkpoints."""
+        if checkpoints.directory is None:
+            return
         state = {**self._state(), "step": step, "bytes_sent": bytes_sent}
         checkpoints.save(step, state if self.loco is None else {**state, "loco": self.loco})
 
@@ -230,9 +217,9 @@ class Trainer:
         return {"training": TrainingState(self.model, self.optimizer, self.scheduler)}
 
 
-def train(config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
+def train(trainer: Trainer) -> None:
     """The whole run."""
-    trainer = Trainer(config, data, mesh)
+    config, data = trainer.config, trainer.data
     tokens_per_step = (
         config.train.accumulation_steps
         * config.data.batch_size
@@ -253,7 +240,7 @@ def train(config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
         for step in range(first_step, config.train.steps):
             lr, started = trainer.lr, time.perf_counter()
             result = trainer.train_step(step)
-            if mesh.device_type == "cuda":
+            if trainer.device.type == "cuda":
                 torch.cuda.synchronize()
             step_ms.append(1e3 * (time.perf_counter() - started))
             metrics: dict[str, Any] = {
@@ -277,7 +264,7 @@ def train(config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
                 "reduce": config.train.reduce,
                 "bits": config.loco.bits if config.train.reduce == "loco" else None,
                 "world_size": trainer.world_size,
-                "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "num_parameters": trainer.num_parameters,
                 "steps": config.train.steps,
                 "val_loss": metrics["val_loss"],
                 "median_step_ms": statistics.median(step_ms),
@@ -290,9 +277,11 @@ def train(config: Config, data: Text | Digits, mesh: DeviceMesh) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(argv)
     check_environment(config)
+    if config.train.framework == "megatron":
+        raise ValueError("train.framework='megatron': run scripts/train_megatron.py")
     data = load_data(config.data)
     with distributed_mesh() as mesh:
-        train(config, data, mesh)
+        train(Trainer(config, data, mesh))
 
 
 if __name__ == "__main__":

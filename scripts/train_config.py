@@ -121,8 +121,15 @@ class TrainConfig:
     reduce_dtype: Dtype = "float32"
     """What gradients are reduced in."""
 
+    framework: Literal["ddp", "fsdp1", "megatron"] | None = None
+    """What trains on several ranks; null: FSDP2. "megatron" is for scripts/train_megatron.py, which
+    trains Megatron-LM's own decoder by its distributed optimizer."""
+
+    optimizer_instances: int | None = None
+    """Instances of Megatron-LM's distributed optimizer; null: one."""
+
     reduce: Literal["loco", "stock"] = "loco"
-    """How gradients are reduced: by loco-fsdp, or by FSDP2 as it stands."""
+    """How gradients are reduced: by loco-fsdp, or by the framework as it stands."""
 
     eval_interval: int = 50
     """Steps from one validation to the next; the last step is always followed by one."""
@@ -150,6 +157,8 @@ class TrainConfig:
             _refuse(self, "seed", "0 or more")
         _require_positive(self, "steps", "accumulation_steps", "eval_interval", "eval_batches")
         _require_positive(self, "checkpoint_interval", "keep_checkpoints")
+        if self.optimizer_instances is not None:
+            _require_positive(self, "optimizer_instances")
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ class Config:
 def load_config(argv: Sequence[str] | None = None) -> Config:
     """Reads the command line and the TOML file it names; exits with a message if one is wrong."""
     parser = ArgumentParser(
-        description="Trains a small model with FSDP2; run it under torchrun.",
+        description="Trains a small model; run it under torchrun.",
         parser_mode="toml",
         allow_abbrev=False,
     )
