@@ -1,7 +1,7 @@
 """The data parallel that scripts/train.py can be told to use: FSDP2, FSDP1, DDP.
 
 They wrap the same model, and differ in how a microbatch is told to communicate nothing, and in how
-a gradient is clipped. Megatron-LM comes with a model and an optimizer of its own: train_megatron.py.
+a gradient is clipped. Megatron-LM has a model and an optimizer of its own: train_megatron.py.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, *_: module))
         stack.enter_context(_CudaIsCpu())
-        # What draws the numbers of dropout inside of layers has ways of its own to a GPU's generator.
+        # Dropout inside of layers has a way of its own to a GPU's generator.
         from megatron.core.tensor_parallel import random
 
         stack.enter_context(

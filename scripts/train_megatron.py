@@ -10,8 +10,9 @@ megatron-core calls of `torch.cuda`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -50,9 +51,16 @@ def check_megatron(config: Config) -> None:
         raise ValueError("optim.name='muon': take 'adamw', 'adam' or 'sgd'")
 
 
-def where_megatron_runs() -> AbstractContextManager[None]:
+@contextmanager
+def where_megatron_runs() -> Iterator[None]:
     """megatron-core is imported and called inside of this."""
-    return nullcontext() if torch.cuda.is_available() else on_cpu()
+    with warnings.catch_warnings():
+        # Each rank says many times what megatron-core does without Apex and Transformer Engine,
+        # and that it calls torch by names that torch has renamed since.
+        for message in (".*Apex", "full scope is deprecated", "`torch.distributed"):
+            warnings.filterwarnings("ignore", message)
+        with nullcontext() if torch.cuda.is_available() else on_cpu():
+            yield
 
 
 class MegatronTrainer(Trainer):

@@ -19,12 +19,12 @@ SMALL = [
 ]
 
 
-def command(tmp_path: Path, *argv: str) -> list[str]:
-    """Runs scripts/train.py on its own source text; metrics go to metrics.jsonl."""
+def command(tmp_path: Path, *argv: str, script: str = "train.py") -> list[str]:
+    """Runs one of scripts/ on their own source text; metrics go to metrics.jsonl."""
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(file.read_bytes() for file in sorted(SCRIPTS.glob("*.py"))))
     metrics = str(tmp_path / "metrics.jsonl")
-    return torchrun("train.py", *SMALL, "--data.path", str(text), *argv, "--train.metrics", metrics)
+    return torchrun(script, *SMALL, "--data.path", str(text), *argv, "--train.metrics", metrics)
 
 
 def torchrun(script: str, *argv: str) -> list[str]:
@@ -44,9 +44,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_on_two_ranks(tmp_path: Path, *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run_on_two_ranks(
+    tmp_path: Path, *argv: str, script: str = "train.py"
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Runs it to the end; returns its metrics and its summary."""
-    output_of(command(tmp_path, *argv))
+    output_of(command(tmp_path, *argv, script=script))
     *steps, summary = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     return steps, summary
 
