@@ -3,8 +3,9 @@
     python -m loco_fsdp.plan --parameters 8e9 --nodes 4 --ranks-per-node 8 \\
         --inter-bandwidth 100Gb/s --intra-bandwidth 3.6Tb/s --compute 2s
 
-`loco_fsdp.planning.cost_model` says how they are worked out. Here links carry what they are said
-to; `loco_fsdp.probe` measures them on the cluster itself.
+`loco_fsdp.planning` says how they are worked out: `ways` the bytes, `cost_model` the seconds. Here
+links carry what they are said to; `loco_fsdp.probe` measures them on the cluster itself. The ways
+are those of FSDP2, or of `--framework ddp` or `megatron`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.planning.cost_model import DTYPE_BYTES, Cluster, Job, Prediction, predict_all
+from loco_fsdp.planning.cluster import DTYPE_BYTES, FRAMEWORKS, Cluster, Job
+from loco_fsdp.planning.cost_model import Prediction, predict_all
 from loco_fsdp.planning.quantities import (
     format_size,
     format_time,
@@ -23,6 +25,7 @@ from loco_fsdp.planning.quantities import (
     parse_rate,
     parse_seconds,
 )
+from loco_fsdp.planning.ways import is_sharded_inside
 
 _MIN_SPEEDUP = 1.05  # less is within what such a model knows
 
@@ -64,12 +67,12 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
         f"{stock.way}, the fastest stock way; "
         f"{format_size(loco.error_bytes_per_parameter * job.num_parameters)} of errors a rank."
     )
-    if "hsdp" in loco.way and math.isinf(job.memory_bytes):
-        sharded = min((p for p in fitting if "hsdp" not in p.way), key=lambda p: p.step_s)
+    if is_sharded_inside(loco.way) and math.isinf(job.memory_bytes):
+        sharded = min((p for p in fitting if not is_sharded_inside(p.way)), key=lambda p: p.step_s)
         text += (
-            f" Each node then holds all of the model, {format_size(loco.state_bytes)} a rank with "
-            f"Adam; if that does not fit, {sharded.way}: {format_time(sharded.step_s)} a step, "
-            f"{format_size(sharded.state_bytes)} a rank."
+            f" Each node then holds all of the model, {format_size(loco.state_bytes)} a rank "
+            f"with Adam; if that does not fit, {sharded.way}: {format_time(sharded.step_s)} a "
+            f"step, {format_size(sharded.state_bytes)} a rank."
         )
     return text
 
@@ -96,13 +99,14 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     """The options that describe a `Job`, which `loco_fsdp.probe` has too."""
     default = LoCoConfig()
     parser.add_argument("--parameters", required=True, help="of the model: 8e9 or 8B")
+    parser.add_argument("--framework", default="fsdp2", choices=FRAMEWORKS)
     parser.add_argument("--compute", required=True, help="of a step, no communication: 1.2s, 300ms")
     parser.add_argument("--param-dtype", default="bfloat16", choices=DTYPE_BYTES)
     parser.add_argument("--reduce-dtype", default="float32", choices=DTYPE_BYTES)
     parser.add_argument("--bits", type=int, default=default.bits)
     parser.add_argument("--block-size", type=int, default=default.block_size)
     parser.add_argument("--error-dtype", default=default.error_dtype)
-    parser.add_argument("--units", type=int, default=1, help="FSDP units of the model")
+    parser.add_argument("--units", type=int, default=1, help="FSDP units, or buckets")
     parser.add_argument("--overlap", type=float, default=1.0, help="0 to 1 (default %(default)s)")
     parser.add_argument("--memory", help="of a rank for the model's state: 60GB")
 
@@ -121,6 +125,7 @@ def job_from_options(options: argparse.Namespace) -> Job:
             bits=options.bits, block_size=options.block_size, error_dtype=options.error_dtype
         ),
         num_units=options.units,
+        framework=options.framework,
         overlap=options.overlap,
         memory_bytes=memory_bytes,
     )

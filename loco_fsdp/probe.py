@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from loco_fsdp.codec import BlockLayout, choose_backend
 from loco_fsdp.plan import add_job_options, job_from_options, report
-from loco_fsdp.planning.cost_model import COLLECTIVES_OF_UNIT, Cluster, Job
+from loco_fsdp.planning.cluster import Cluster, Job
 from loco_fsdp.planning.rates import line_through, measure_rates
 from loco_fsdp.planning.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
+from loco_fsdp.planning.ways import COLLECTIVES_OF_UNIT
 from loco_fsdp.reduction.exchange import exchange
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.topology import ranks_per_node

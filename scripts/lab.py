@@ -251,8 +251,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.lean and options.plan:
         parser.error("--plan predicts whole steps: leave --lean or --plan away")
     other = [way for way in options.ways or () if way in OTHER_WAYS]
-    if other and options.plan:
-        parser.error(f"--plan knows ways of FSDP2, not {', '.join(other)}")
+    if options.plan and not any(
+        set(options.ways or WAYS) <= set(family) for family in (WAYS, REPLICAS, MEGATRON)
+    ):
+        parser.error(f"--plan takes ways of one framework, not {' '.join(options.ways)}")
     if set(other) & set(MEGATRON) and find_spec("megatron") is None:
         parser.error("ways of Megatron-LM need megatron-core: pip install 'loco-fsdp[megatron]'")
     if options.ways is None:  # with one rank a node, hierarchical is flat

@@ -36,7 +36,7 @@ from lab_replicas import (
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import ReplicaAllReduce
-from loco_fsdp.planning.cost_model import Job
+from loco_fsdp.planning.cluster import FRAMEWORKS, Job
 from loco_fsdp.planning.rates import measure_rates
 from loco_fsdp.probe import measure_cluster
 from loco_fsdp.reduction.exchange import exchange
@@ -66,6 +66,12 @@ class RankSpec:
     timeout_s: float
     store: str
 
+    @property
+    def framework(self) -> str:
+        """Whose ways the planner is asked about; the first way that it knows decides."""
+        of_way = {way: name for name, ways in FRAMEWORKS.items() for way in ways}
+        return next((of_way[way] for way in self.ways if way in of_way), "fsdp2")
+
     def job(self, compute_s: float) -> Job:
         """What the planner is told of a step that computes for `compute_s`."""
         return Job(
@@ -75,6 +81,7 @@ class RankSpec:
             reduce_dtype=self.reduce_dtype,
             loco=LoCoConfig.from_dict({**self.loco, "node_size": self.ranks_per_node}),
             num_units=self.num_layers,
+            framework=self.framework,
             overlap=0.0,  # gloo's collectives keep the CPU from computing
         )
 

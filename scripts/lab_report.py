@@ -8,7 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 from lab_rank import RankSpec
-from loco_fsdp.planning.cost_model import Cluster, predict
+from loco_fsdp.planning.cluster import Cluster
+from loco_fsdp.planning.cost_model import predict
 
 _SCHEMES = (
     *(("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",)), ("DDP", ("ddp",))),

@@ -145,6 +145,7 @@ def _gpt_model(config: Config) -> nn.Module:
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            embedding_init_method_std=1.0,  # as in model.py, which says why
             use_cpu_initialization=True,  # the same weights on every machine
             # Fusions that need kernels of Apex or Transformer Engine.
             bias_activation_fusion=False,

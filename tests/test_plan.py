@@ -11,18 +11,11 @@ import torch
 
 from loco_fsdp import LoCoConfig, probe
 from loco_fsdp.plan import main, recommend, report
-from loco_fsdp.planning.cost_model import (
-    WAYS,
-    Cluster,
-    Job,
-    Prediction,
-    measurable_calls,
-    predict,
-    predict_all,
-    wire_bytes_per_element,
-)
+from loco_fsdp.planning.cluster import FRAMEWORKS, WAYS, Cluster, Job
+from loco_fsdp.planning.cost_model import Prediction, measurable_calls, predict, predict_all
 from loco_fsdp.planning.quantities import parse_count, parse_rate, parse_seconds
 from loco_fsdp.planning.rates import line_through
+from loco_fsdp.planning.ways import wire_bytes_per_element
 from loco_fsdp.probe import measure_cluster
 from ranks import RankPool, raised
 
@@ -59,6 +52,13 @@ def test_four_bits_with_blocks_of_256_are_4_125_bits_an_element() -> None:
         ("hsdp-fp32", 4 * 2 * NUMEL / 2),
         ("hsdp-bf16", 2 * 2 * NUMEL / 2),
         ("hsdp-loco", 2 * WIRE_BYTES / 2),
+        ("ddp-fp32", 2 * 4 * NUMEL * 3 / 4),  # an all-reduce sends twice
+        ("ddp-bf16", 2 * 2 * NUMEL * 3 / 4),
+        ("ddp-loco", 2 * WIRE_BYTES / 2),
+        ("megatron-bf16", 2 * NUMEL * 3 / 4),
+        ("megatron-loco", WIRE_BYTES / 2),
+        ("megatron-instances-bf16", 2 * 2 * NUMEL / 2),
+        ("megatron-instances-loco", 2 * WIRE_BYTES / 2),
     ],
 )
 def test_bytes_of_gradient_between_two_nodes_of_two_ranks(way: str, expected: float) -> None:
@@ -71,6 +71,40 @@ def test_parameters_are_gathered_twice_over_all_ranks_or_inside_the_node() -> No
     assert hsdp.inter_node_bytes == hsdp.reduce_inter_node_bytes
     # gathered over 2 ranks, reduced over 2 ranks, and half of it all-reduced over 2 nodes
     assert hsdp.rank_bytes == 2 * 2 * NUMEL / 2 + 2 * NUMEL / 2 + 2 * 2 * NUMEL / 2 / 2
+
+
+def test_parameters_are_gathered_once_by_megatron_and_never_by_ddp() -> None:
+    one, instances = (
+        predict("megatron-loco", SMALL, JOB),
+        predict("megatron-instances-loco", SMALL, JOB),
+    )
+    assert one.inter_node_bytes - one.reduce_inter_node_bytes == 2 * NUMEL * 3 / 4
+    assert instances.inter_node_bytes == instances.reduce_inter_node_bytes
+    # bf16 gathered and reduced over 2 ranks; both codes of half of it go to one other node
+    assert instances.rank_bytes == 2 * NUMEL / 2 + 2 * NUMEL / 2 + 2 * WIRE_BYTES / 2 / 2
+    ddp = predict("ddp-loco", SMALL, JOB)
+    assert ddp.gather_s == 0
+    # float32 reduced over 2 ranks and gathered again, the same codes between
+    assert ddp.rank_bytes == 2 * 4 * NUMEL / 2 + 2 * WIRE_BYTES / 2 / 2
+
+
+def test_memory_of_what_shards_nothing_or_the_optimizer() -> None:
+    job = dataclasses.replace(JOB, loco=LoCoConfig(error_feedback=False))
+    half = dataclasses.replace(job, param_dtype="float32")
+    for way, one, expected in (
+        ("ddp-loco", job, 16),
+        ("megatron-loco", job, 2 + 2 + (4 + 8) / 4),
+        ("megatron-instances-loco", job, 2 + 2 + (4 + 8) / 2),
+        ("megatron-instances-loco", half, 4 + 4 + 8 / 2),
+    ):
+        assert predict(way, SMALL, one).state_bytes == expected * NUMEL
+
+
+@pytest.mark.parametrize("way", ["ddp-loco", "megatron-loco"])
+def test_one_rank_a_node_has_one_hop(way: str) -> None:
+    single = dataclasses.replace(SMALL, num_nodes=4, ranks_per_node=1)
+    rounds = 2 if way == "ddp-loco" else 1  # an all-reduce, or a reduce-scatter
+    assert predict(way, single, JOB).reduce_inter_node_bytes == rounds * WIRE_BYTES * 3 / 4
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])
@@ -247,6 +281,9 @@ def test_fewer_bits_send_less(way: str) -> None:
         ("loco-flat", 1),
         ("loco-hierarchical", 1 / 2),
         ("hsdp-loco", 1 / 2),  # a shard
+        ("ddp-loco", 1 / 2),
+        ("megatron-loco", 1 / 2),
+        ("megatron-instances-loco", 1 / 2),
     ],
 )
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("float16", 2), ("float32", 4), ("int8", 1)])
@@ -254,6 +291,17 @@ def test_error_bytes_per_parameter(way: str, share: float, dtype: str, num_bytes
     job = dataclasses.replace(JOB, loco=LoCoConfig(error_dtype=dtype))
     predicted = predict(way, SMALL, job).error_bytes_per_parameter
     assert predicted == pytest.approx(share * (num_bytes + 4 / 256))
+
+
+def test_sums_of_more_than_two_have_an_error_too() -> None:
+    job = dataclasses.replace(JOB, loco=LoCoConfig(error_dtype="float32"))
+    one = 4 + 4 / 256
+    three = dataclasses.replace(SMALL, num_nodes=3)
+    flat = dataclasses.replace(SMALL, num_nodes=4, ranks_per_node=1)
+    for way in ("hsdp-loco", "ddp-loco", "megatron-instances-loco"):
+        errors = predict(way, three, job).error_bytes_per_parameter
+        assert errors == pytest.approx(one / 2 * (1 + 1 / 3))
+    assert predict("ddp-loco", flat, job).error_bytes_per_parameter == pytest.approx(one * 5 / 4)
 
 
 def test_no_feedback_needs_no_error_buffer() -> None:
@@ -312,8 +360,22 @@ ARGV = [
 def test_command_line_prints_every_way_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
     main(ARGV)
     printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[1 : len(WAYS) + 1]] == list(WAYS)
+    rows = printed.split("\n\n")[0].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == [*FRAMEWORKS["fsdp2"]]
     assert "Use hsdp-loco" in printed
+
+
+@pytest.mark.parametrize(
+    ("framework", "best"), [("ddp", "ddp-loco"), ("megatron", "megatron-instances-loco")]
+)
+def test_command_line_compares_the_ways_of_one_framework(
+    framework: str, best: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*ARGV, "--framework", framework])
+    printed = capsys.readouterr().out
+    rows = printed.split("\n\n")[0].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == [*FRAMEWORKS[framework]]
+    assert f"Use {best}" in printed
 
 
 def test_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,6 +387,7 @@ def test_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) ->
         ("--bits", "3", "LoCoConfig.bits=3"),
         ("--overlap", "2", "overlap=2.0: it must be from 0 to 1"),
         ("--memory", "much", "count 'much'"),
+        ("--framework", "jax", "invalid choice: 'jax'"),
     ):
         with pytest.raises(SystemExit):
             main([*ARGV, f"{option}={value}"])

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.planning.cost_model import Cluster, Job, Transfer, measurable_calls, rate_key
+from loco_fsdp.planning.cluster import Cluster, Job
+from loco_fsdp.planning.cost_model import measurable_calls, rate_key
 from loco_fsdp.planning.timing import seconds_from_barrier
+from loco_fsdp.planning.ways import Transfer
 from loco_fsdp.reduction.collectives import all_gather, reduce_scatters
 from loco_fsdp.reduction.exchange import exchange
 
