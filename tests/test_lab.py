@@ -276,7 +276,10 @@ def test_without_iproute2_the_lab_names_the_package(monkeypatch: pytest.MonkeyPa
         (["--plot", "lab.png"], "add --sweep"),
         (["--steps", "0"], "--steps 0"),
         (["--lean", "--plan"], "leave --lean or --plan away"),
-        (["--ways", "ddp-loco", "--plan"], "--plan knows ways of FSDP2, not ddp-loco"),
+        (
+            ["--ways", "ddp-loco", "fsdp-bf16", "--plan"],
+            "ways of one framework, not ddp-loco fsdp-",
+        ),
         (["--ways", "loco-hierarchical"], "with one rank a node it is flat"),
     ],
 )

@@ -445,6 +445,7 @@ def test_cluster_refuses(values: dict[str, float], message: str) -> None:
         ({"compute_s": math.nan}, "compute_s=nan"),
         ({"param_dtype": "int8"}, "param_dtype='int8': it must be one of float32"),
         ({"memory_bytes": 0}, "memory_bytes=0"),
+        ({"framework": "jax"}, "framework='jax': it must be one of fsdp2, ddp, megatron"),
     ],
 )
 def test_job_refuses(values: dict[str, float], message: str) -> None:

@@ -92,7 +92,7 @@ class Job:
     """What parameters are gathered in."""
 
     reduce_dtype: str = "float32"
-    """What LoCo reduces inside of a node with FSDP2; with DDP float32, with Megatron-LM bfloat16."""
+    """What LoCo reduces inside of a node with FSDP2; DDP has float32, Megatron-LM bfloat16."""
 
     loco: LoCoConfig = field(default_factory=LoCoConfig)
     """Bits, block size and error dtype."""
