@@ -62,7 +62,7 @@ class LoCo:
 
     @property
     def units(self) -> list[UnitInfo]:
-        """The FSDP units of the model, in the order of `named_modules`."""
+        """The units of the model, in the order of `named_modules`, or of Megatron's buffers."""
         if self._last is not None:
             return list(self._last.units)
         known = [unit_info(reducer) for reducer in self._reducers]
@@ -119,7 +119,7 @@ class LoCo:
 
     @without_autocast
     def unit_stats(self) -> dict[str, dict[str, float]]:
-        """`stats` of each FSDP unit alone, by its name; without `buffer_bytes`, as it has none."""
+        """`stats` of each unit alone, by its name; without `buffer_bytes`, as it has none."""
         if self._last is not None:
             return {name: dict(stats) for name, stats in self._last.unit_stats.items()}
         return {

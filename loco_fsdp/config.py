@@ -22,7 +22,7 @@ _CHOICES: dict[str, tuple[int | str, ...]] = {
 
 @dataclass(frozen=True)
 class LoCoConfig:
-    """How gradients are compressed, per FSDP unit.
+    """How the gradients of a unit are compressed.
 
     Raises:
         ValueError: a field holds a value it does not allow. The message names the field, the
@@ -60,7 +60,7 @@ class LoCoConfig:
     """Bits of the first hop of "hierarchical": 8, or None for the reduce dtype."""
 
     min_numel: int = 0
-    """FSDP units with fewer elements are reduced by stock FSDP2."""
+    """Units with fewer elements are reduced by the framework, in full precision."""
 
     backend: Backend = "auto"
     """What runs the codec; "auto" picks by device."""

@@ -1,4 +1,4 @@
-"""What a `LoCo` tells of its FSDP units."""
+"""What a `LoCo` tells of its units."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from loco_fsdp.reduction.reducer import Reducer
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """One FSDP unit as LoCo sees it.
+    """One unit as LoCo sees it: an FSDP unit, or what DDP or Megatron-LM reduces with one state.
 
     Attributes:
-        name: names of its modules, from the module that was attached to.
+        name: of FSDP units names of the modules, from the module that was attached to.
         numel: elements of its parameters, over all ranks of its shard group.
         bits: of a code on the wire; `None` if the unit is bypassed.
         error_bytes: bytes of its error buffer on this rank; 0 before its first reduction.
@@ -57,7 +57,7 @@ def unit_info(reducer: Reducer) -> UnitInfo:
 
 def summarize(units: Sequence[UnitInfo], buffer_bytes: int) -> str:
     """A table of the units."""
-    rows = [("FSDP unit", "elements", "bits", "error bytes", "remarks")]
+    rows = [("unit", "elements", "bits", "error bytes", "remarks")]
     for unit in units:
         bits = "-" if unit.bits is None else str(unit.bits)
         bypassed = [] if unit.bypass_reason is None else [f"bypassed: {unit.bypass_reason}"]

@@ -1,6 +1,6 @@
 """Blocks of a shard, and the bytes that they take on the wire.
 
-A reduction moves, for each destination, one part ("shard") of every parameter of an FSDP unit, one
+A reduction moves, for each destination, one part ("shard") of every parameter of a unit, one
 after the other. Each parameter's part is cut into blocks of `block_size` elements that share one
 scale; the last block of a part may be shorter, so that no block straddles two parameters.
 
