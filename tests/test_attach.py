@@ -126,7 +126,7 @@ def test_select_chooses_and_summary_tells(ranks: Ranks) -> None:
             ("blocks.2", 8 * 8 + 8, 8, error_bytes, None),
         ]
         assert summary.splitlines()[1].split() == [
-            "FSDP", "unit", "elements", "bits", "error", "bytes", "remarks"
+            "unit", "elements", "bits", "error", "bytes", "remarks"
         ]  # fmt: skip
         row = ["blocks.0", "72", "-", "0", "bypassed:", "not", "selected"]
         assert summary.splitlines()[3].split() == row
