@@ -232,7 +232,7 @@ def rows_of_wire(table: BlockTable) -> dict[str, Any]:
 
 def split_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
     """Codes `[peers, num_blocks, block_size]` int8 and scales `[peers, num_blocks]`."""
-    packed, scale = eager._read_wire(wire, table)
+    packed, scale = eager.read_wire(wire, table)
     return eager.unpack(packed, table.wire.bits), scale
 
 

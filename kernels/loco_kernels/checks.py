@@ -94,3 +94,19 @@ def check_drop_spike(
     check_tensor("rows", rows, device, (torch.int64,), num_blocks)
     if not limit > 1:
         raise ValueError(f"limit must be greater than 1, got {limit}")
+
+
+def check_decode_rows(
+    wire: Tensor, output: Tensor, output_rows: Tensor, shard_numel: int, device: torch.device
+) -> None:
+    """Check what every kernel takes that decodes rows of a wire into rows of an output.
+
+    Which rows they are is checked on the CPU alone: elsewhere this would wait for the device.
+    """
+    check_tensor("output", output, device, GRADIENT_DTYPES, -1, shard_numel)
+    check_tensor("output_rows", output_rows, device, (torch.int64,), wire.shape[0])
+    if device.type != "cpu":
+        return
+    chosen, num_rows = output_rows.tolist(), output.shape[0]
+    if len(set(chosen)) < len(chosen) or not all(0 <= row < num_rows for row in chosen):
+        raise ValueError(f"output_rows must be different and in 0..{num_rows - 1}, got {chosen}")

@@ -225,18 +225,23 @@ void encode_block(const Blocks& blocks, const State& state, int64_t peer, int64_
   }
 }
 
+// Adds to `total` what a row of the wire holds of a block.
+template <int kBits>
+void add_block(const Blocks& blocks, const uint8_t* wire, int64_t row, int64_t block,
+               float* total) {
+  const Place<const uint8_t> from = place(blocks, wire, row, block);
+  float scale;
+  std::memcpy(&scale, from.scale(blocks), sizeof scale);
+  add_levels<kBits>(from.codes(blocks), static_cast<int>(blocks.block_size), scale, total);
+}
+
 // The sum over `peers` in the order of their ranks, times `factor`.
 template <int kBits>
 void decode_block(const Blocks& blocks, const uint8_t* wire, int64_t peers, int64_t block,
                   float factor, float* total) {
   const int size = static_cast<int>(blocks.block_size);
   std::fill(total, total + size, 0.0f);
-  for (int64_t peer = 0; peer < peers; ++peer) {
-    const Place<const uint8_t> from = place(blocks, wire, peer, block);
-    float scale;
-    std::memcpy(&scale, from.scale(blocks), sizeof scale);
-    add_levels<kBits>(from.codes(blocks), size, scale, total);
-  }
+  for (int64_t peer = 0; peer < peers; ++peer) add_block<kBits>(blocks, wire, peer, block, total);
   for (int i = 0; i < size; ++i) total[i] *= factor;
 }
 
@@ -303,6 +308,39 @@ void loco_decode_encode(const Blocks* blocks, const State* state, const uint8_t*
                         int64_t peers, float factor, uint8_t* wire) {
   encode_blocks(*blocks, *state, 1, wire, [&](auto bits, int64_t, int64_t block, float* h) {
     decode_block<bits()>(*blocks, received, peers, block, factor, h);
+  });
+}
+
+// parameter, replica: [shard_numel]; wire: [1, row_bytes]
+void loco_encode_difference(const Blocks* blocks, const State* state, const void* parameter,
+                            int64_t parameter_dtype, const void* replica, int64_t replica_dtype,
+                            uint8_t* wire) {
+  encode_blocks(*blocks, *state, 1, wire, [&](auto, int64_t, int64_t block, float* h) {
+    float subtracted[kMaxBlock];
+    const int64_t start = blocks->starts[block], length = blocks->lengths[block];
+    load(parameter, parameter_dtype, start, length, h);
+    load(replica, replica_dtype, start, length, subtracted);
+    for (int64_t i = 0; i < length; ++i) h[i] -= subtracted[i];
+  });
+}
+
+// wire: [rows, row_bytes]; output_rows: [rows], all different; output: [num_rows, shard_numel]
+void loco_decode_rows(const Blocks* blocks, const uint8_t* wire, int64_t rows,
+                      const int64_t* output_rows, bool add, void* output, int64_t dtype,
+                      int64_t shard_numel) {
+  with_bits(blocks->bits, [&](auto bits) {
+    in_parallel(*blocks, rows * blocks->num_blocks, [&](int64_t first, int64_t last) {
+      float total[kMaxBlock];
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t row = i / blocks->num_blocks, block = i % blocks->num_blocks;
+        const int64_t index = output_rows[row] * shard_numel + blocks->starts[block];
+        const int64_t length = blocks->lengths[block];
+        std::fill(total, total + blocks->block_size, 0.0f);
+        if (add) load(output, dtype, index, length, total);
+        add_block<bits()>(*blocks, wire, row, block, total);
+        store(total, output, dtype, index, length);
+      }
+    });
   });
 }
 

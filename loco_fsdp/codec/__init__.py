@@ -3,7 +3,14 @@
 from loco_fsdp.codec.backends import choose_backend, get_backend
 from loco_fsdp.codec.eager import EncodeStats, ErrorState
 from loco_fsdp.codec.layout import BlockLayout, BlockTable, WireLayout
-from loco_fsdp.codec.ops import decode, decode_encode, drop_spike, encode
+from loco_fsdp.codec.ops import (
+    decode,
+    decode_encode,
+    decode_rows,
+    drop_spike,
+    encode,
+    encode_difference,
+)
 from loco_fsdp.codec.quantized_tensor import GRADIENT_DTYPES, QuantizedTensor, quantize
 from loco_fsdp.codec.spikes import make_usual
 
@@ -18,8 +25,10 @@ __all__ = [
     "choose_backend",
     "decode",
     "decode_encode",
+    "decode_rows",
     "drop_spike",
     "encode",
+    "encode_difference",
     "get_backend",
     "make_usual",
     "quantize",

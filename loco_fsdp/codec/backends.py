@@ -50,6 +50,19 @@ class Backend(Protocol):
         self, squares: Tensor, usual: Tensor, error_scale: Tensor, rows: Tensor, limit: float
     ) -> None: ...
 
+    def encode_difference(
+        self,
+        parameter: Tensor,
+        replica: Tensor,
+        wire: Tensor,
+        table: BlockTable,
+        stats: EncodeStats,
+    ) -> None: ...
+
+    def decode_rows(
+        self, wire: Tensor, output: Tensor, table: BlockTable, output_rows: Tensor, add: bool
+    ) -> None: ...
+
 
 _MODULES = {
     "triton": "loco_fsdp.codec.triton_backend",

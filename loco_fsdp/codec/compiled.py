@@ -21,6 +21,7 @@ from loco_fsdp.codec.layout import BlockTable
 from loco_kernels.checks import (
     GRADIENT_DTYPES,
     check_blocks,
+    check_decode_rows,
     check_drop_spike,
     check_encode,
     check_row_starts,
@@ -166,6 +167,51 @@ def drop_spike(
         _pointer(rows),
         ctypes.c_double(limit),
         ctypes.c_double(spikes.DECAY),
+    )
+
+
+@torch.no_grad()
+def encode_difference(
+    parameter: Tensor, replica: Tensor, wire: Tensor, table: BlockTable, stats: EncodeStats
+) -> None:
+    """See `eager.encode_difference`; raises like `encode`."""
+    library = _library()
+    if library is None:
+        return eager.encode_difference(parameter, replica, wire, table, stats)
+    for name, x in (("parameter", parameter), ("replica", replica)):
+        check_tensor(name, x, _CPU, GRADIENT_DTYPES, table.shard_numel)
+    check_tensor("wire", wire, _CPU, (torch.uint8,), 1, table.wire.num_bytes)
+    library.loco_encode_difference(
+        *_encode_arguments(wire, table, 1, stats, None, 0.0),
+        _pointer(parameter),
+        ctypes.c_int64(_DTYPES[parameter.dtype]),
+        _pointer(replica),
+        ctypes.c_int64(_DTYPES[replica.dtype]),
+        _pointer(wire),
+    )
+
+
+@torch.no_grad()
+def decode_rows(
+    wire: Tensor, output: Tensor, table: BlockTable, output_rows: Tensor, add: bool
+) -> None:
+    """See `eager.decode_rows`; raises like `encode`, and ValueError where `output_rows` are not
+    different rows of the output."""
+    library = _library()
+    if library is None:
+        return eager.decode_rows(wire, output, table, output_rows, add)
+    check_blocks(table.wire.bits, table.wire.block_size)
+    _check_wire("wire", wire, table)
+    check_decode_rows(wire, output, output_rows, table.shard_numel, _CPU)
+    library.loco_decode_rows(
+        ctypes.byref(_blocks(wire, table)),
+        _pointer(wire),
+        ctypes.c_int64(wire.shape[0]),
+        _pointer(output_rows),
+        ctypes.c_bool(add),
+        _pointer(output),
+        ctypes.c_int64(_DTYPES[output.dtype]),
+        ctypes.c_int64(table.shard_numel),
     )
 
 

@@ -28,10 +28,18 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from loco_fsdp.codec.eager_weights import decode_rows, encode_difference
 from loco_fsdp.codec.layout import BlockTable
 from loco_fsdp.codec.spikes import drop_spike
 
-__all__ = ["decode", "decode_encode", "drop_spike", "encode"]
+__all__ = [
+    "decode",
+    "decode_encode",
+    "decode_rows",
+    "drop_spike",
+    "encode",
+    "encode_difference",
+]
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -84,11 +92,16 @@ def to_blocks(flat: Tensor, table: BlockTable) -> Tensor:
     return torch.where(inside, flat[:, index], 0)
 
 
-def from_blocks(blocks: Tensor, table: BlockTable) -> Tensor:
-    """The inverse of `to_blocks`: `[peers, num_blocks, block_size]` to `[peers, shard_numel]`."""
+def from_blocks(blocks: Tensor, table: BlockTable, around: Tensor | None = None) -> Tensor:
+    """The inverse of `to_blocks`: `[peers, num_blocks, block_size]` to `[peers, shard_numel]`.
+
+    around: `[peers, shard_numel]`, whose values elements in no block take; None: any
+    """
     beyond = table.shard_numel  # one place for all that is in no shard
     index = torch.where(inside_blocks(table), table.starts.unsqueeze(-1) + _elements(table), beyond)
     flat = blocks.new_empty(blocks.shape[0], beyond + 1)
+    if around is not None:
+        flat[:, :beyond] = around
     flat[:, index] = blocks
     return flat[:, :beyond]
 
@@ -207,7 +220,7 @@ def encode(
         `[wire_rows, num_bytes]`, there is one peer, and each block is written into its row
     error: the rows that `table` names are updated; None: no error feedback
     """
-    _encode_blocks(to_blocks(gradient.to(torch.float32), table), wire, table, stats, error, beta)
+    encode_blocks(to_blocks(gradient.to(torch.float32), table), wire, table, stats, error, beta)
 
 
 def decode(wire: Tensor, output: Tensor, table: BlockTable, factor: float = 1.0) -> None:
@@ -238,10 +251,10 @@ def decode_encode(
     """
     # Codes of the padding may stand for anything.
     total = torch.where(inside_blocks(table), _decode_blocks(received, table, factor), 0.0)
-    _encode_blocks(total.unsqueeze(0), wire, table, stats, error, beta)
+    encode_blocks(total.unsqueeze(0), wire, table, stats, error, beta)
 
 
-def _encode_blocks(
+def encode_blocks(
     h: Tensor,
     wire: Tensor,
     table: BlockTable,
@@ -278,7 +291,7 @@ def _decode_blocks(wire: Tensor, table: BlockTable, factor: float) -> Tensor:
     """`decode` in blocks, `[num_blocks, block_size]` float32; anything beyond their lengths."""
     bits, block_size = table.wire.bits, table.wire.block_size
     total = torch.zeros(table.num_blocks, block_size, dtype=torch.float32, device=wire.device)
-    for packed, scale in zip(*_read_wire(wire, table), strict=True):
+    for packed, scale in zip(*read_wire(wire, table), strict=True):
         total += dequantize_blocks(unpack(packed, bits), scale, bits)
     return total * factor
 
@@ -298,7 +311,7 @@ def _write_wire(wire: Tensor, packed: Tensor, scale: Tensor, table: BlockTable) 
             part[_place_in_rows(table)] = values[0]
 
 
-def _read_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
+def read_wire(wire: Tensor, table: BlockTable) -> tuple[Tensor, Tensor]:
     """The inverse of `_write_wire`."""
     packed, scale = _parts_of_wire(wire, table)
     if table.row_starts is None:

@@ -68,6 +68,38 @@ def drop_spike(
     torch.ops.loco_fsdp.drop_spike(squares, usual, error_scale, rows, limit, backend)
 
 
+def encode_difference(
+    parameter: Tensor,
+    replica: Tensor,
+    wire: Tensor,
+    table: BlockTable,
+    stats: EncodeStats,
+    *,
+    backend: str,
+) -> None:
+    """`eager.encode_difference`, run by `backend`.
+
+    Raises:
+        ValueError: `table` has `row_starts`.
+    """
+    _check_whole(table)
+    torch.ops.loco_fsdp.encode_difference(parameter, replica, wire, *_flat(table), *stats, backend)
+
+
+def decode_rows(
+    wire: Tensor,
+    output: Tensor,
+    table: BlockTable,
+    output_rows: Tensor,
+    *,
+    add: bool,
+    backend: str,
+) -> None:
+    """`eager.decode_rows`, run by `backend`; raises like `encode_difference`."""
+    _check_whole(table)
+    torch.ops.loco_fsdp.decode_rows(wire, output, *_flat(table), output_rows, add, backend)
+
+
 @torch.library.custom_op("loco_fsdp::encode", mutates_args=_ENCODE_WRITES)
 def _encode(
     gradient: Tensor,
@@ -151,10 +183,60 @@ def _drop_spike(
     get_backend(backend).drop_spike(squares, usual, error_scale, rows, limit)
 
 
+@torch.library.custom_op(
+    "loco_fsdp::encode_difference", mutates_args=("wire", "squares", "nonfinite")
+)
+def _encode_difference(
+    parameter: Tensor,
+    replica: Tensor,
+    wire: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    row_starts: Tensor | None,
+    wire_blocks: int,
+    bits: int,
+    block_size: int,
+    shard_numel: int,
+    aligned: bool,
+    squares: Tensor,
+    nonfinite: Tensor,
+    backend: str,
+) -> None:
+    wire_layout = _wire_layout(wire_blocks, bits, block_size)
+    table = BlockTable(wire_layout, shard_numel, aligned, starts, lengths, rows, row_starts)
+    stats = EncodeStats(squares, nonfinite)
+    get_backend(backend).encode_difference(parameter, replica, wire, table, stats)
+
+
+@torch.library.custom_op("loco_fsdp::decode_rows", mutates_args=("output",))
+def _decode_rows(
+    wire: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    row_starts: Tensor | None,
+    wire_blocks: int,
+    bits: int,
+    block_size: int,
+    shard_numel: int,
+    aligned: bool,
+    output_rows: Tensor,
+    add: bool,
+    backend: str,
+) -> None:
+    wire_layout = _wire_layout(wire_blocks, bits, block_size)
+    table = BlockTable(wire_layout, shard_numel, aligned, starts, lengths, rows, row_starts)
+    get_backend(backend).decode_rows(wire, output, table, output_rows, add)
+
+
 @_encode.register_fake
 @_decode.register_fake
 @_decode_encode.register_fake
 @_drop_spike.register_fake
+@_encode_difference.register_fake
+@_decode_rows.register_fake
 def _returns_nothing(*args: object) -> None:
     pass
 
@@ -169,6 +251,14 @@ def _flat(
     wire, shard_numel, aligned, starts, lengths, rows, row_starts = table
     sizes = (wire.num_blocks, wire.bits, wire.block_size, shard_numel, aligned)
     return (starts, lengths, rows, row_starts, *sizes)
+
+
+def _check_whole(table: BlockTable) -> None:
+    if table.row_starts is not None:
+        raise ValueError(
+            "each row of the wire must hold all blocks of the table, got row_starts for "
+            f"{table.row_starts.shape[0] - 1} rows that share them out"
+        )
 
 
 def _error(payload: Tensor | None, scale: Tensor | None) -> ErrorState | None:
