@@ -25,7 +25,7 @@ from loco_fsdp.plan import add_job_options, job_from_options, report
 from loco_fsdp.planning.cluster import Cluster, Job
 from loco_fsdp.planning.rates import line_through, measure_rates
 from loco_fsdp.planning.timing import seconds_from_barrier, seconds_in_loop, waiting_seconds
-from loco_fsdp.planning.ways import COLLECTIVES_OF_UNIT
+from loco_fsdp.planning.ways import collectives_of_unit
 from loco_fsdp.reduction.exchange import exchange
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.topology import ranks_per_node
@@ -80,7 +80,7 @@ def measure_cluster(
         codec_rate=codec_rate,
         codec_latency_s=max(codec_latency_s, 0.0),
         wait_s=waiting_seconds(
-            job.compute_s / (job.num_units * COLLECTIVES_OF_UNIT), device, repeats
+            job.compute_s / (job.num_units * collectives_of_unit(job)), device, repeats
         ),
         stock_factor=2.0 if dist.get_backend() == "gloo" else 1.0,
     )

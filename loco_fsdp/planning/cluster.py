@@ -12,6 +12,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FRAMEWORKS = {
     "fsdp2": (
         *("fsdp-fp32", "fsdp-bf16", "fsdp-alltoall", "loco-flat", "loco-hierarchical"),
+        *("loco-hierarchical-reshard", "loco-int8", "loco-differences"),
         *("hsdp-fp32", "hsdp-bf16", "hsdp-loco"),
     ),
     "ddp": ("ddp-fp32", "ddp-bf16", "ddp-loco"),
@@ -86,7 +87,7 @@ class Job:
     """Parameters of the model."""
 
     compute_s: float
-    """Seconds of a step without communication: what one rank computes."""
+    """Seconds of a step without communication: what one rank computes, in all its microbatches."""
 
     param_dtype: str = "bfloat16"
     """What parameters are gathered in."""
@@ -100,6 +101,9 @@ class Job:
     num_units: int = 1
     """FSDP units, or buckets, of one size, each with collectives of its own."""
 
+    microbatches: int = 1
+    """Of a step. FSDP gathers parameters in each; gradients are accumulated and reduced once."""
+
     overlap: float = 1.0
     """Part of the computation, 0 to 1, that communication can run beside."""
 
@@ -110,8 +114,8 @@ class Job:
     """Bytes of a rank for parameters, gradients, optimizer and errors."""
 
     def __post_init__(self) -> None:
-        _check_count("num_parameters", self.num_parameters)
-        _check_count("num_units", self.num_units)
+        for name in ("num_parameters", "num_units", "microbatches"):
+            _check_count(name, getattr(self, name))
         _check_number("compute_s", self.compute_s, positive=False)
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) not in DTYPE_BYTES:

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from loco_fsdp.planning.cluster import FRAMEWORKS, WAYS, Cluster, Job
-from loco_fsdp.planning.ways import Transfer, error_bytes, gathering, reduction, state_bytes
+from loco_fsdp.planning.ways import (
+    Phase,
+    Transfer,
+    error_bytes,
+    gathering,
+    reduction,
+    refusal,
+    state_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,11 @@ class Prediction:
         inter_node_bytes: the same, with the parameters that are gathered.
         rank_bytes: bytes that a rank sends in a step, all in all.
         reduce_s: seconds in the reduction of gradients, codec included.
-        gather_s: seconds in the all-gathers of parameters.
+        gather_s: seconds in the all-gathers of parameters, codec included.
         step_s: seconds of a step.
         error_bytes_per_parameter: bytes of a rank's error buffer, over the parameters of the model.
-        state_bytes: bytes of a rank for parameters, gradients, Adam and errors.
+        state_bytes: bytes of a rank for parameters, also those that its node keeps to gather them,
+            gradients, Adam and errors.
     """
 
     way: str
@@ -60,17 +69,20 @@ def rate_key(collective: str, scope: str, dtype: str = "uint8") -> str:
 
 
 def predict(way: str, cluster: Cluster, job: Job) -> Prediction:
-    """Bytes, seconds and memory of one of `WAYS`."""
+    """Bytes, seconds and memory of one of `WAYS`.
+
+    Raises:
+        ValueError: there is no such way, or not on this cluster.
+    """
     if way not in WAYS:
         raise ValueError(f"way={way!r}: it must be one of {', '.join(WAYS)}")
-    reducing, gather = reduction(way, cluster, job), gathering(way, job)
-    gathers = [] if gather is None else [gather]
-    gather_hops = [_traffic(transfer, cluster) for transfer in gathers]
+    if (reason := refusal(way, cluster)) is not None:
+        raise ValueError(reason)
+    reducing, gathers = reduction(way, cluster, job), gathering(way, cluster, job)
+    gather_hops = [_traffic(transfer, cluster) for transfer in gathers.transfers]
     hops = [_traffic(transfer, cluster) for transfer in reducing.transfers]
-    gather_s = sum(_seconds(transfer, cluster, job) for transfer in gathers)
-    reduce_s = sum(_seconds(transfer, cluster, job) for transfer in reducing.transfers)
-    codec_s = 4 * reducing.elements / cluster.codec_rate + job.num_units * cluster.codec_latency_s
-    reduce_s += reducing.passes * codec_s
+    gather_s = _phase_seconds(gathers, cluster, job)
+    reduce_s = _phase_seconds(reducing, cluster, job)
     errors = error_bytes(way, cluster, job.loco)
     return Prediction(
         way=way,
@@ -87,8 +99,12 @@ def predict(way: str, cluster: Cluster, job: Job) -> Prediction:
 
 
 def predict_all(cluster: Cluster, job: Job) -> list[Prediction]:
-    """Every way of the framework of `job`, in the order of `WAYS`."""
-    return [predict(way, cluster, job) for way in FRAMEWORKS[job.framework]]
+    """Every way of the framework of `job` that can be, in the order of `WAYS`."""
+    return [predict(way, cluster, job) for way in _possible_ways(cluster, job)]
+
+
+def _possible_ways(cluster: Cluster, job: Job) -> list[str]:
+    return [way for way in FRAMEWORKS[job.framework] if refusal(way, cluster) is None]
 
 
 def measurable_calls(cluster: Cluster, job: Job) -> dict[Transfer, list[int]]:
@@ -97,10 +113,9 @@ def measurable_calls(cluster: Cluster, job: Job) -> dict[Transfer, list[int]]:
     The transfers differ in collective, scope or dtype; `num_bytes` and `calls` of a step are 0.
     """
     found: dict[Transfer, set[int]] = {}
-    for way in FRAMEWORKS[job.framework]:
-        gather = gathering(way, job)
-        transfers = reduction(way, cluster, job).transfers + ([] if gather is None else [gather])
-        for transfer in transfers:
+    for way in _possible_ways(cluster, job):
+        phases = (gathering(way, cluster, job), reduction(way, cluster, job))
+        for transfer in (transfer for phase in phases for transfer in phase.transfers):
             scope, size = _scope(transfer, cluster)
             if size > 1:
                 one = Transfer(transfer.collective, scope, 0, 0, transfer.dtype)
@@ -136,6 +151,12 @@ def _traffic(transfer: Transfer, cluster: Cluster) -> Traffic:
         away = transfer.num_bytes * (nodes - 1) / nodes
         return Traffic(away * local, sent, sent - away, rounds)
     return Traffic(sent, sent, sent if local > 1 else 0, rounds)  # a ring enters a node once
+
+
+def _phase_seconds(phase: Phase, cluster: Cluster, job: Job) -> float:
+    codec_s = 4 * phase.elements / cluster.codec_rate + job.num_units * cluster.codec_latency_s
+    seconds = sum(_seconds(transfer, cluster, job) for transfer in phase.transfers)
+    return seconds + phase.passes * codec_s
 
 
 def _seconds(transfer: Transfer, cluster: Cluster, job: Job) -> float:

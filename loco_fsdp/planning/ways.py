@@ -8,6 +8,7 @@ wire of the codec (0.516 at 4 bits and blocks of 256), a step sends, to reduce g
     fsdp-alltoall     2 L P (M-1)/M                    2 P (N-1)/N
     loco-flat         w L P (M-1)/M                    w P (N-1)/N
     loco-hierarchical w P (M-1)/M                      b P (L-1)/L + w P/L (M-1)/M
+    ... -reshard, loco-int8, loco-differences: as loco-hierarchical
     hsdp-fp32/-bf16   2 b P (M-1)/M                    b P (L-1)/L + 2 b P/L (M-1)/M
     hsdp-loco         2 w P (M-1)/M                    b P (L-1)/L + 2 w P/L (M-1)/M
     ddp-fp32/-bf16    2 b P (N-1)/N                    2 b P (N-1)/N
@@ -21,13 +22,31 @@ FSDP reduces in a ring, which enters and leaves a node once; HSDP shards over th
 and all-reduces over nodes in L rings at once; DDP all-reduces over all ranks, with LoCo after a
 reduce-scatter inside of each node and before an all-gather there.
 
-Parameters of p bytes are gathered in the forward and again in the backward: FSDP sends
-2 p P (N-1)/N between nodes and as much by a rank, HSDP nothing between nodes and 2 p P (L-1)/L by a
-rank. Megatron-LM gathers once what its optimizer has stepped, and DDP nothing.
+Parameters of p bytes are gathered in the forward and again in the backward of each of K
+microbatches. With w8 and w4 bytes on the wire of the codec at 8 and 4 bits (1.016 and 0.516):
+
+    way               between nodes, by a node         by a rank, all in all
+    fsdp-*, loco-flat, loco-hierarchical
+                      2 K p P (N-1)/N                  2 K p P (N-1)/N
+    ... -reshard      K p P (N-1)/N                    K p P (N-1)/N + K p P (L-1)/L
+    loco-int8         K w8 P (M-1)/M                   K w8 P/L (M-1)/M + K (w8 + p) P (L-1)/L
+    loco-differences  w4 P (M-1)/M                     w4 P/L (M-1)/M + 2 K p P (L-1)/L
+    hsdp-*            0                                2 K p P (L-1)/L
+
+- loco-hierarchical-reshard keeps parameters sharded over the node between forward and backward
+  (`reshard_after_forward=L`), so that the backward gathers inside of it: p P/L bytes more a rank.
+- loco-int8 does so too, and gathers codes of 8 bits in the forward, first over equal places of
+  nodes, then inside of them (`weight_bits=8`). With one rank a node both gathers are of codes, over
+  all ranks, and nothing is kept.
+- loco-differences keeps a copy of the parameters in each node, p P/L bytes more a rank, from which
+  all gathers are (`weight_bits=4`). Once in a step nodes exchange by how much it is behind.
+
+Megatron-LM gathers once in a step what its optimizer has stepped, and DDP nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,8 +57,10 @@ from loco_fsdp.planning.cluster import DTYPE_BYTES, Cluster, Job
 
 ENCODING = 0.75  # of the time in which a gradient is encoded and decoded
 _MOMENTS_BYTES = 8  # of a parameter: two moments of Adam, in float32
-_NUM_GATHERS = 2  # of parameters in a step, with reshard_after_forward
-COLLECTIVES_OF_UNIT = _NUM_GATHERS + 1  # in a step: a reduction, too
+_NUM_GATHERS = 2  # of parameters in a microbatch, with reshard_after_forward
+_RESHARDED = ("loco-hierarchical-reshard", "loco-int8")
+_LOW_BIT_PARAMETERS = ("loco-int8", "loco-differences")
+_HIERARCHICAL = ("loco-hierarchical", *_RESHARDED, "loco-differences")
 
 
 class Transfer(NamedTuple):
@@ -59,8 +80,13 @@ class Transfer(NamedTuple):
     dtype: str = "uint8"
 
 
-class Reduction(NamedTuple):
-    """How gradients are reduced: collectives, and `passes` of the codec over `elements` each."""
+class Phase(NamedTuple):
+    """What a step does with gradients, or with parameters.
+
+    transfers: the collectives, one after the other
+    passes: of the codec, in a step
+    elements: that a rank encodes and decodes in each pass
+    """
 
     transfers: list[Transfer]
     passes: float = 0.0
@@ -73,54 +99,104 @@ def wire_bytes_per_element(config: LoCoConfig, shard_numel: int) -> float:
     return layout.bytes_per_shard / shard_numel
 
 
-def gathering(way: str, job: Job) -> Transfer | None:
-    """The collectives that gather parameters, if there are any."""
-    if way.startswith("ddp"):
+def collectives_of_unit(job: Job) -> int:
+    """Collectives of a unit in a step of stock FSDP: its gathers, and a reduction."""
+    return _NUM_GATHERS * job.microbatches + 1
+
+
+def refusal(way: str, cluster: Cluster) -> str | None:
+    """Why a way cannot be on a cluster, and what to take instead; None: it can."""
+    if way not in (*_RESHARDED, "loco-differences"):
         return None
-    calls = 1 if way.startswith("megatron") else _NUM_GATHERS
-    num_bytes = calls * DTYPE_BYTES[job.param_dtype] * job.num_parameters
-    return Transfer("all-gather", "node" if is_sharded_inside(way) else "all", num_bytes, calls)
+    if cluster.num_nodes == 1:
+        return f"way={way!r} spares the links between nodes, and there is one node: use loco-flat"
+    if cluster.ranks_per_node == 1 and way != "loco-int8":
+        return (
+            f"way={way!r} gathers parameters inside of nodes, which have one rank each: "
+            "use loco-int8, or loco-hierarchical for exact parameters"
+        )
+    return None
 
 
-def reduction(way: str, cluster: Cluster, job: Job) -> Reduction:
-    """The collectives that reduce gradients."""
+def gathering(way: str, cluster: Cluster, job: Job) -> Phase:
+    """The collectives that gather parameters, and the codec's part in them."""
+    nodes, local, numel = cluster.num_nodes, cluster.ranks_per_node, job.num_parameters
+    num_bytes, forwards = DTYPE_BYTES[job.param_dtype] * numel, job.microbatches
+    gathers = _NUM_GATHERS * forwards
+    if way.startswith("ddp"):
+        return Phase([])
+    if way == "loco-differences":
+        codes = numel * _wire_bytes_of_parameter(4, cluster, job)
+        elements = ENCODING * numel / (nodes * local) + (1 - ENCODING) * numel / local
+        across = _all_gather("across", codes / local, 1)
+        return Phase([across, _all_gather("node", num_bytes, gathers)], 1, elements)
+    if way == "loco-int8":
+        codes = numel * _wire_bytes_of_parameter(8, cluster, job)
+        elements = ENCODING * numel / (nodes * local) + (1 - ENCODING) * numel
+        if local == 1:
+            return Phase([_all_gather("all", codes, gathers)], gathers, elements)
+        forward = [
+            _all_gather("across", codes / local, forwards),
+            _all_gather("node", codes, forwards),
+        ]
+        backward = _all_gather("node", num_bytes, forwards)
+        return Phase([*forward, backward], forwards, elements)
+    if way == "loco-hierarchical-reshard":
+        scopes = ("all", "node")
+        return Phase([_all_gather(scope, num_bytes, forwards) for scope in scopes])
+    calls = 1 if way.startswith("megatron") else gathers
+    return Phase([_all_gather("node" if is_sharded_inside(way) else "all", num_bytes, calls)])
+
+
+def _all_gather(scope: str, num_bytes: float, calls: int) -> Transfer:
+    """`calls` in a step, each of a whole tensor of `num_bytes`."""
+    return Transfer("all-gather", scope, calls * num_bytes, calls)
+
+
+def _wire_bytes_of_parameter(bits: int, cluster: Cluster, job: Job) -> float:
+    num_ranks = cluster.num_nodes * cluster.ranks_per_node
+    return wire_bytes_per_element(replace(job.loco, bits=bits), -(-job.num_parameters // num_ranks))
+
+
+def reduction(way: str, cluster: Cluster, job: Job) -> Phase:
+    """The collectives that reduce gradients, and the codec's part in them."""
     nodes, local, numel = cluster.num_nodes, cluster.ranks_per_node, job.num_parameters
     dtype = _reduce_dtype(way, job)
     num_bytes = DTYPE_BYTES[dtype] * numel
     wire_bytes = numel * wire_bytes_per_element(job.loco, -(-numel // (nodes * local)))
     if way in ("fsdp-fp32", "fsdp-bf16", "megatron-bf16"):
-        return Reduction([Transfer("reduce-scatter", "all", num_bytes, 1, dtype)])
+        return Phase([Transfer("reduce-scatter", "all", num_bytes, 1, dtype)])
     if way in ("ddp-fp32", "ddp-bf16"):
-        return Reduction([Transfer("all-reduce", "all", num_bytes, 1, dtype)])
+        return Phase([Transfer("all-reduce", "all", num_bytes, 1, dtype)])
     if way == "fsdp-alltoall":  # its sum costs about what decoding does
-        return Reduction([Transfer("exchange", "all", num_bytes)], 1 - ENCODING, numel)
+        return Phase([Transfer("exchange", "all", num_bytes)], 1 - ENCODING, numel)
     if _is_flat(way, cluster):
         if way == "ddp-loco":
             return _low_bit_all_reduce("all", nodes * local, wire_bytes, numel)
-        return Reduction([Transfer("exchange", "all", wire_bytes)], 1, numel)
+        return Phase([Transfer("exchange", "all", wire_bytes)], 1, numel)
     # Hierarchical reduces inside the node for each node that the result is for, one by one.
-    is_hierarchical = way in ("loco-hierarchical", "megatron-loco")
+    is_hierarchical = way in (*_HIERARCHICAL, "megatron-loco")
     inside = Transfer("reduce-scatter", "node", num_bytes, nodes if is_hierarchical else 1, dtype)
     if way.endswith(("fp32", "bf16")):
-        return Reduction([inside, Transfer("all-reduce", "across", num_bytes / local, 1, dtype)])
+        return Phase([inside, Transfer("all-reduce", "across", num_bytes / local, 1, dtype)])
     if is_hierarchical:
         exchange = Transfer("exchange", "across", wire_bytes / local)
-        return Reduction([inside, exchange], 1, numel / local)
+        return Phase([inside, exchange], 1, numel / local)
     across = _low_bit_all_reduce("across", nodes, wire_bytes / local, numel / local)
     after = [Transfer("all-gather", "node", num_bytes)] if way == "ddp-loco" else []
     return across._replace(transfers=[inside, *across.transfers, *after])
 
 
-def _low_bit_all_reduce(scope: str, size: int, wire_bytes: float, numel: float) -> Reduction:
+def _low_bit_all_reduce(scope: str, size: int, wire_bytes: float, numel: float) -> Phase:
     if size == 1:
-        return Reduction([])
+        return Phase([])
     if size == 2:  # each sends the other all its codes, and decodes both
         both = Transfer("exchange", scope, 2 * wire_bytes)
-        return Reduction([both], ENCODING + (1 - ENCODING) * 2, numel)
+        return Phase([both], ENCODING + (1 - ENCODING) * 2, numel)
     # A rank encodes all, decodes it twice and encodes its part of the sum.
     passes = ENCODING * (1 + 1 / size) + (1 - ENCODING) * 2
     exchange = Transfer("exchange", scope, wire_bytes)
-    return Reduction([exchange, exchange], passes, numel)
+    return Phase([exchange, exchange], passes, numel)
 
 
 def error_bytes(way: str, cluster: Cluster, config: LoCoConfig) -> float:
@@ -140,8 +216,10 @@ def error_bytes(way: str, cluster: Cluster, config: LoCoConfig) -> float:
 def state_bytes(way: str, cluster: Cluster, job: Job) -> float:
     """Bytes of a rank per parameter, without errors: itself, its gradient, Adam in float32.
 
-    FSDP shards all of it, in float32, and DDP nothing. Megatron-LM keeps parameters and gradients
-    whole, in the dtype of parameters, and shards moments and the float32 copies of parameters.
+    FSDP shards all of it, in float32, and DDP nothing; to it comes what is kept to be gathered
+    (`kept_bytes`), but not the whole gradients that FSDP2 accumulates over several microbatches.
+    Megatron-LM keeps parameters and gradients whole, in the dtype of parameters, and shards moments
+    and the float32 copies of parameters.
     """
     if way.startswith("ddp"):
         return 4 + 4 + _MOMENTS_BYTES
@@ -150,7 +228,14 @@ def state_bytes(way: str, cluster: Cluster, job: Job) -> float:
         param_bytes = DTYPE_BYTES[job.param_dtype]
         copies = 4 if param_bytes < 4 else 0
         return 2 * param_bytes + (copies + _MOMENTS_BYTES) / shards
-    return (4 + 4 + _MOMENTS_BYTES) / shards
+    return (4 + 4 + _MOMENTS_BYTES) / shards + kept_bytes(way, cluster, job)
+
+
+def kept_bytes(way: str, cluster: Cluster, job: Job) -> float:
+    """Bytes of a rank per parameter, of parameters that each node keeps in order to gather them."""
+    if way == "loco-differences" or is_resharded(way, cluster):
+        return DTYPE_BYTES[job.param_dtype] / cluster.ranks_per_node
+    return 0.0
 
 
 def _reduce_dtype(way: str, job: Job) -> str:
@@ -165,9 +250,19 @@ def is_sharded_inside(way: str) -> bool:
     return way.startswith(("hsdp", "megatron-instances"))
 
 
+def is_resharded(way: str, cluster: Cluster) -> bool:
+    """Whether `reshard_after_forward` is the ranks of a node."""
+    return way in _RESHARDED and cluster.ranks_per_node > 1
+
+
+def has_low_bit_parameters(way: str) -> bool:
+    """Whether parameters cross nodes in low bits, and so are not exact."""
+    return way in _LOW_BIT_PARAMETERS
+
+
 def _is_flat(way: str, cluster: Cluster) -> bool:
     """Whether LoCo sends straight to all ranks."""
     is_one_hop = cluster.num_nodes == 1 or cluster.ranks_per_node == 1
-    if way == "loco-hierarchical":  # asked for by name
+    if way in _HIERARCHICAL:  # asked for by name
         return cluster.num_nodes == 1
     return way == "loco-flat" or (way in ("ddp-loco", "megatron-loco") and is_one_hop)
