@@ -25,7 +25,12 @@ from loco_fsdp.planning.quantities import (
     parse_rate,
     parse_seconds,
 )
-from loco_fsdp.planning.ways import is_sharded_inside
+from loco_fsdp.planning.ways import (
+    has_low_bit_parameters,
+    is_resharded,
+    is_sharded_inside,
+    kept_bytes,
+)
 
 _MIN_SPEEDUP = 1.05  # less is within what such a model knows
 
@@ -42,12 +47,12 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
         )
     stock = min(
         (p for p in fitting if "loco" not in p.way and "alltoall" not in p.way),
-        key=lambda p: p.step_s,
+        key=_preference,
         default=None,
     )
-    loco = min((p for p in fitting if "loco" in p.way), key=lambda p: p.step_s, default=None)
+    loco = min((p for p in fitting if "loco" in p.way), key=_preference, default=None)
     if loco is None or stock is None:
-        way = min(fitting, key=lambda p: p.step_s).way
+        way = min(fitting, key=_preference).way
         return f"Use {way}: others do not fit into {format_size(job.memory_bytes)} a rank."
     speedup = stock.step_s / loco.step_s
     if cluster.num_nodes == 1 and speedup < 2 * _MIN_SPEEDUP:
@@ -66,13 +71,54 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
         f"Use {loco.way}: {format_time(loco.step_s)} a step, {speedup:.2f}x as fast as "
         f"{stock.way}, the fastest stock way; "
         f"{format_size(loco.error_bytes_per_parameter * job.num_parameters)} of errors a rank."
-    )
+    ) + _what_it_takes(loco, fitting, cluster, job)
     if is_sharded_inside(loco.way) and math.isinf(job.memory_bytes):
-        sharded = min((p for p in fitting if not is_sharded_inside(p.way)), key=lambda p: p.step_s)
+        others = [p for p in fitting if not is_sharded_inside(p.way)]
+        sharded = min(others, key=_preference)
         text += (
             f" Each node then holds all of the model, {format_size(loco.state_bytes)} a rank "
-            f"with Adam; if that does not fit, {sharded.way}: {format_time(sharded.step_s)} a "
-            f"step, {format_size(sharded.state_bytes)} a rank."
+            f"with Adam; if that does not fit, {_in_short(sharded)}."
+        ) + _what_it_takes(sharded, others, cluster, job)
+    return text
+
+
+def _preference(prediction: Prediction) -> tuple[float, bool, float]:
+    """Smallest is best: the fastest, to three digits; of these exact parameters, then memory."""
+    return (
+        float(f"{prediction.step_s:.3g}"),
+        has_low_bit_parameters(prediction.way),
+        prediction.state_bytes,
+    )
+
+
+def _in_short(prediction: Prediction) -> str:
+    return (
+        f"{prediction.way}: {format_time(prediction.step_s)} a step, "
+        f"{format_size(prediction.state_bytes)} a rank"
+    )
+
+
+def _what_it_takes(
+    prediction: Prediction, others: Sequence[Prediction], cluster: Cluster, job: Job
+) -> str:
+    """How to send fewer bytes of parameters, if this way does so, and what it costs.
+
+    Sentences with a space in front. The best of `others` stands beside parameters in low bits.
+    """
+    settings = []
+    if has_low_bit_parameters(prediction.way):
+        settings.append(f"LoCoConfig(weight_bits={8 if prediction.way == 'loco-int8' else 4})")
+    if is_resharded(prediction.way, cluster):
+        settings.append(f"reshard_after_forward={cluster.ranks_per_node}")
+    text = f" Set {' and '.join(settings)}" if settings else ""
+    if kept := kept_bytes(prediction.way, cluster, job) * job.num_parameters:
+        text += f", which keeps {format_size(kept)} of parameters a rank"
+    text += "." * bool(text)
+    if has_low_bit_parameters(prediction.way):
+        exact = min((p for p in others if not has_low_bit_parameters(p.way)), key=_preference)
+        text += (
+            " Parameters then cross nodes in low bits, which is off by default; the best way with "
+            f"exact ones is {_in_short(exact)}."
         )
     return text
 
@@ -101,6 +147,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parameters", required=True, help="of the model: 8e9 or 8B")
     parser.add_argument("--framework", default="fsdp2", choices=FRAMEWORKS)
     parser.add_argument("--compute", required=True, help="of a step, no communication: 1.2s, 300ms")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step, reduced as one")
     parser.add_argument("--param-dtype", default="bfloat16", choices=DTYPE_BYTES)
     parser.add_argument("--reduce-dtype", default="float32", choices=DTYPE_BYTES)
     parser.add_argument("--bits", type=int, default=default.bits)
@@ -125,6 +172,7 @@ def job_from_options(options: argparse.Namespace) -> Job:
             bits=options.bits, block_size=options.block_size, error_dtype=options.error_dtype
         ),
         num_units=options.units,
+        microbatches=options.microbatches,
         framework=options.framework,
         overlap=options.overlap,
         memory_bytes=memory_bytes,
@@ -134,7 +182,14 @@ def job_from_options(options: argparse.Namespace) -> Job:
 def report(cluster: Cluster, job: Job) -> str:
     """Table and recommendation."""
     predictions = predict_all(cluster, job)
-    return f"{table(predictions, job)}\n\n{recommend(predictions, cluster, job)}"
+    text = f"{table(predictions, job)}\n\n{recommend(predictions, cluster, job)}"
+    if job.microbatches > 1 and job.framework == "fsdp2":
+        whole = DTYPE_BYTES[job.reduce_dtype] * job.num_parameters
+        text += (
+            " Memory leaves out what FSDP2 accumulates over microbatches: on each rank the "
+            f"gradients of the whole model, {format_size(whole)} in {job.reduce_dtype}."
+        )
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -240,7 +240,8 @@ def test_measurable_calls_are_those_of_the_ways() -> None:
         ("exchange", "all", "uint8"): [wire, 2 * unit],  # flat, and 16 bits
         ("exchange", "across", "uint8"): [wire // 2, wire],  # two hops, and between two replicas
         ("all-gather", "all", "uint8"): [2 * unit],
-        ("all-gather", "node", "uint8"): [2 * unit],
+        ("all-gather", "node", "uint8"): [unit + unit // 64, 2 * unit],  # also codes of 8 bits
+        ("all-gather", "across", "uint8"): [wire // 2, (unit + unit // 64) // 2],
         ("all-reduce", "across", "float32"): [2 * unit],
         ("all-reduce", "across", "bfloat16"): [unit],
     }
@@ -320,7 +321,7 @@ def advice(cluster: Cluster, job: Job) -> str:
     ("cluster", "job", "expected"),
     [
         (GPUS, LARGE, "Use hsdp-loco"),
-        (GPUS, dataclasses.replace(LARGE, memory_bytes=10e9), "Use loco-hierarchical"),
+        (GPUS, dataclasses.replace(LARGE, memory_bytes=10e9), "Use loco-differences"),
         (
             Cluster(num_nodes=8, ranks_per_node=1, inter_bandwidth=10e9),
             dataclasses.replace(LARGE, num_parameters=10**9, memory_bytes=10e9),
