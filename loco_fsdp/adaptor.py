@@ -22,6 +22,8 @@ from loco_fsdp.frontends.fsdp1 import FSDP1Candidate, fsdp1_units
 from loco_fsdp.frontends.fsdp2 import fsdp_units
 from loco_fsdp.frontends.fsdp2_hooks import FSDPCandidate
 from loco_fsdp.frontends.megatron import MegatronCandidate, is_megatron, megatron_units
+from loco_fsdp.gather.gatherer import Gatherer
+from loco_fsdp.gather.stats import report_gathers
 from loco_fsdp.reduction.groups import HopGroups
 from loco_fsdp.reduction.notices import LATE, Notices
 from loco_fsdp.reduction.precision import without_autocast
@@ -29,7 +31,7 @@ from loco_fsdp.reduction.reducer import Reducer
 from loco_fsdp.reduction.stats import report
 from loco_fsdp.reduction.unit import Unit
 from loco_fsdp.reduction.workspace import Workspace
-from loco_fsdp.report import Report, UnitInfo, summarize, unit_info
+from loco_fsdp.report import Report, UnitInfo, memory, summarize, unit_info
 
 logger = logging.getLogger("loco_fsdp")
 
@@ -65,12 +67,16 @@ class LoCo:
         """The units of the model, in the order of `named_modules`, or of Megatron's buffers."""
         if self._last is not None:
             return list(self._last.units)
-        known = [unit_info(reducer) for reducer in self._reducers]
+        known = [unit_info(each.reducer, each.gatherer) for each in self._attachments]
         return [*known, *(UnitInfo(unit.name, unit.numel, None, 0, LATE) for unit in self._late())]
 
     @property
     def _reducers(self) -> list[Reducer]:
         return [attachment.reducer for attachment in self._attachments]
+
+    @property
+    def _gatherers(self) -> list[Gatherer]:
+        return [each.gatherer for each in self._attachments if each.gatherer is not None]
 
     def _late(self) -> list[Unit]:
         """Units that the framework has made since."""
@@ -101,8 +107,16 @@ class LoCo:
         `spikes`: exchanges of a unit whose error was dropped, see `LoCoConfig.spike_limit`;
         `reductions`, `bypassed_reductions`: compressed ones, and those in full precision;
         `reductions_without_feedback`: compressed ones whose parameters could not be told apart;
-        `error_bytes`, `table_bytes`, `buffer_bytes`: memory of the errors, of the tables of blocks,
-        and of the buffers to send and to receive, which all units share.
+        `weight_wire_bytes`, `weight_inter_node_bytes`: bytes that this rank sent to other ranks,
+        and those of them to other nodes, to gather parameters with `weight_bits`;
+        `weight_relative_error`: norm of what these have left out over the norm of the parameters,
+        in the last gathers of this rank's shards;
+        `weight_refreshes`: times that a unit's parameters were sent whole for `weight_bits=4`;
+        `stale_gathers`: gathers for `weight_bits=4` that used parameters from before a change which
+        `refresh_weights` was not told of;
+        `error_bytes`, `replica_bytes`, `table_bytes`, `buffer_bytes`: memory of the errors, of the
+        replicas for `weight_bits=4`, of the tables of blocks, and of the buffers to send and to
+        receive, which all units share.
 
         Squares are summed in float32: `relative_error` and `error_norm` are not finite once values
         exceed 1e18 or so. After `detach` these are the numbers from then.
@@ -112,8 +126,8 @@ class LoCo:
         rows = [row for unit_rows in self._measured() for row in unit_rows]
         return {
             **report([reducer.counters for reducer in self._reducers], rows),
-            "error_bytes": float(sum(reducer.error_bytes for reducer in self._reducers)),
-            "table_bytes": float(sum(reducer.table_bytes for reducer in self._reducers)),
+            **report_gathers(self._gatherers),
+            **memory(self._attachments),
             "buffer_bytes": float(self._workspace.nbytes),
         }
 
@@ -123,12 +137,12 @@ class LoCo:
         if self._last is not None:
             return {name: dict(stats) for name, stats in self._last.unit_stats.items()}
         return {
-            reducer.unit.name: {
-                **report([reducer.counters], rows),
-                "error_bytes": float(reducer.error_bytes),
-                "table_bytes": float(reducer.table_bytes),
+            each.reducer.unit.name: {
+                **report([each.reducer.counters], rows),
+                **report_gathers([] if each.gatherer is None else [each.gatherer]),
+                **memory([each]),
             }
-            for reducer, rows in zip(self._reducers, self._measured(), strict=True)
+            for each, rows in zip(self._attachments, self._measured(), strict=True)
         }
 
     def _measured(self) -> list[list[list[float]]]:
@@ -147,9 +161,22 @@ class LoCo:
         for reducer in self._reducers:
             reducer.reset_error()
 
+    def refresh_weights(self) -> None:
+        """Parameters were changed by something else than an optimizer: send them whole next time.
+
+        For `weight_bits=4`, after a change in place, such as weights swapped for their averages or
+        loaded tensor by tensor; `load_state_dict` of the model does it. Call it on all ranks. In
+        evaluations, and in the first forward after one, such changes are noticed anyhow.
+        """
+        for gatherer in self._gatherers:
+            gatherer.refresh()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Reduce in full precision, as stock FSDP2, while this is open. Enter it on all ranks."""
+        """Reduce, and gather, in full precision while this is open. Enter it on all ranks.
+
+        The result is that of stock FSDP2. A backward gathers parameters as its forward did.
+        """
         for reducer in self._reducers:
             reducer.pauses += 1
         try:
@@ -182,19 +209,21 @@ class LoCo:
         """The state of this rank, for `torch.distributed.checkpoint` or any other checkpoint.
 
         One entry, whose key names the rank, as every rank's error is its own. Its bytes are a copy
-        of the errors at this moment, counters, what was attached, and versions. Call it between two
-        optimizer steps, on all ranks. After `detach` it holds nothing, and warns.
+        of the errors at this moment, of this rank's own rows of replicas (`weight_bits=4`),
+        counters, what was attached, and versions. Call it between two optimizer steps, on all
+        ranks. After `detach` it holds nothing, and warns.
 
         Args:
             error: False: without the errors, which are most of it (docs/checkpointing.md says how
-                much); they start at 0 after loading.
+                much) and without rows of replicas; errors start at 0 after loading, and parameters
+                are sent whole.
         """
         if not self.attached and dist.get_rank() == 0:
             logger.warning(
                 "the state of a LoCo that is detached holds no errors: save that of the LoCo which "
                 "attach(model) has returned since"
             )
-        return save_state(self._reducers, error)
+        return save_state(self._reducers, self._gatherers, error)
 
     @without_autocast
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = False) -> None:
@@ -219,7 +248,7 @@ class LoCo:
         """
         if not self.attached:
             raise RuntimeError("this LoCo is detached: load into a new one, made by attach(model)")
-        load_state(self._reducers, state_dict, strict)
+        load_state(self._reducers, self._gatherers, state_dict, strict)
         for attachment in self._attachments:
             attachment.forget_deferred()
 

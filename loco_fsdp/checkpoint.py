@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loco_fsdp.codec import ErrorState
+from loco_fsdp.gather.gatherer import Gatherer, SavedReplica
 from loco_fsdp.reduction.hop import Hop
 from loco_fsdp.reduction.reducer import Reducer
 from loco_fsdp.reduction.stats import Counters
@@ -46,7 +47,9 @@ SavedError = tuple[str, str, dict[str, Any], Tensor, Tensor]
 """Kind of the hop, name of the parameter, what has to be as it was, payload, scale."""
 
 
-def save_state(reducers: Sequence[Reducer], with_error: bool) -> dict[str, bytes]:
+def save_state(
+    reducers: Sequence[Reducer], gatherers: Sequence[Gatherer], with_error: bool
+) -> dict[str, bytes]:
     """What `LoCo.state_dict` returns.
 
     One value in bytes, because `torch.distributed.checkpoint` loads only what it finds a template
@@ -61,6 +64,7 @@ def save_state(reducers: Sequence[Reducer], with_error: bool) -> dict[str, bytes
             without_wrappers(reducer.unit.name): _unit_state(reducer) for reducer in reducers
         },
         "errors": _errors(reducers) if with_error else None,
+        "replicas": _replicas(gatherers) if with_error else {},
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -95,6 +99,11 @@ def _errors(reducers: Sequence[Reducer]) -> list[SavedError]:
         for hop in reducer.hops
         for index, error in hop.error.by_parameter().items()
     ]
+
+
+def _replicas(gatherers: Sequence[Gatherer]) -> dict[str, dict[str, Any]]:
+    saved = {without_wrappers(gatherer.unit.name): gatherer.save() for gatherer in gatherers}
+    return {name: replica._asdict() for name, replica in saved.items() if replica is not None}
 
 
 def _place(reducer: Reducer, hop: Hop, parameter: int, bits: int) -> dict[str, Any]:
@@ -132,22 +141,34 @@ class _Finding:
     Attributes:
         progress: None where the rank has no state.
         misfits: why errors start at 0.
+        replicas: names of the units whose parameters go on from a saved replica; the others are
+            sent whole, which loses nothing.
         fault: why nothing can be loaded.
     """
 
     progress: Progress | None = None
     misfits: list[str] = field(default_factory=list)
+    replicas: frozenset[str] = frozenset()
     fault: str | None = None
 
 
-def load_state(reducers: Sequence[Reducer], state_dict: Mapping[str, Any], strict: bool) -> None:
+def load_state(
+    reducers: Sequence[Reducer],
+    gatherers: Sequence[Gatherer],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+) -> None:
     """What `LoCo.load_state_dict` does: read, agree with all ranks, and only then change things."""
     updates: list[_UnitUpdate] | None = None
+    replicas: dict[str, SavedReplica] = {}
     finding = _Finding()
     try:
         if _key() in state_dict:
-            updates = _read(reducers, state_dict[_key()], finding.misfits)
+            state = _unpacked(state_dict[_key()])
+            updates = _read(reducers, state, finding.misfits)
             finding.progress = _progress(reducers, updates)
+            replicas = _fitting(gatherers, state)
+            finding.replicas = frozenset(replicas)
         else:
             finding.misfits.append(f"the checkpoint has no {_key()!r}")
     except Exception as raised:
@@ -175,6 +196,9 @@ def load_state(reducers: Sequence[Reducer], state_dict: Mapping[str, Any], stric
             update.counters.bypassed_reductions = known.bypassed_reductions
             update.bits, update.num_measured = known.bits, known.num_measured
         _apply(reducer, update)
+    for gatherer in gatherers:
+        name = without_wrappers(gatherer.unit.name)
+        gatherer.load(replicas[name] if name in finding.replicas else None)
 
 
 def _blank(reducer: Reducer) -> _UnitUpdate:
@@ -193,13 +217,27 @@ def _apply(reducer: Reducer, update: _UnitUpdate) -> None:
         reducer.guard.load(update.num_measured, update.guard_sums)
 
 
-def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_UnitUpdate]:
-    """What the state of this rank gives each unit; why errors do not fit goes to `misfits`."""
+def _fitting(gatherers: Sequence[Gatherer], state: dict[str, Any]) -> dict[str, SavedReplica]:
+    """The saved replicas that units can go on from, by their names."""
+    saved = {
+        name: SavedReplica(**replica)
+        for name, replica in state.get("replicas", {}).items()  # version 0.1.0 had none
+    }
+    by_name = {without_wrappers(gatherer.unit.name): gatherer for gatherer in gatherers}
+    return {
+        name: replica
+        for name, replica in saved.items()
+        if name in by_name and by_name[name].fits(replica)
+    }
+
+
+def _unpacked(blob: Any) -> dict[str, Any]:
+    """What `save_state` has packed."""
     if not isinstance(blob, bytes):
         raise ValueError(f"{_key()!r} holds {type(blob).__name__}, not bytes")
     try:
         # weights_only: a checkpoint may come from anywhere, and must not run code.
-        state = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"its {len(blob)} bytes are damaged ({error})") from error
     if state["format"] != _FORMAT:
@@ -207,6 +245,13 @@ def _read(reducers: Sequence[Reducer], blob: Any, misfits: list[str]) -> list[_U
             f"format {state['format']} of loco-fsdp {state['loco_fsdp']}, this is "
             f"{__version__}, which reads format {_FORMAT}"
         )
+    return state
+
+
+def _read(
+    reducers: Sequence[Reducer], state: dict[str, Any], misfits: list[str]
+) -> list[_UnitUpdate]:
+    """What the state of this rank gives each unit; why errors do not fit goes to `misfits`."""
     # Up to version 0.1.0 the names of units that are wrappers themselves were saved as they were.
     units = {without_wrappers(name): unit for name, unit in state["units"].items()}
     updates = [_unit_update(reducer, units) for reducer in reducers]
@@ -341,7 +386,8 @@ def _agreed(findings: list[_Finding]) -> _Finding:
                         f"{_listed(other[name])} on another: load states of the same step"
                     )
                 )
-    return _Finding(known[0] if known else None, list(dict.fromkeys(misfits)))
+    replicas = frozenset.intersection(*(finding.replicas for finding in findings))
+    return _Finding(known[0] if known else None, list(dict.fromkeys(misfits)), replicas)
 
 
 def _listed(progress: UnitProgress) -> str:

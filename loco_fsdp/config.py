@@ -59,6 +59,10 @@ class LoCoConfig:
     intra_node_bits: int | None = None
     """Bits of the first hop of "hierarchical": 8, or None for the reduce dtype."""
 
+    weight_bits: int | None = None
+    """Bits of parameters on their way to other nodes, with FSDP2: 8 in every gather, or 4 for what
+    has changed since the last step; None: as FSDP2 gathers them. See docs/parameters.md."""
+
     min_numel: int = 0
     """Units with fewer elements are reduced by the framework, in full precision."""
 
@@ -88,6 +92,10 @@ class LoCoConfig:
             type(self.intra_node_bits) is not int or self.intra_node_bits != 8
         ):
             self._refuse("intra_node_bits", "8 or None")
+        if self.weight_bits is not None and (
+            type(self.weight_bits) is not int or self.weight_bits not in (8, 4)
+        ):
+            self._refuse("weight_bits", "8, 4 or None")
         if type(self.beta) not in (float, int) or not 0 <= self.beta < 1:
             self._refuse("beta", "a number with 0 <= beta < 1")
         if self.guard is not None and (

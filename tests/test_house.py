@@ -15,7 +15,8 @@ LEAVES = {"config", "version", "wrappers"}
 ALLOWED = {
     "codec": {"codec"},
     "reduction": {"reduction", "codec"},
-    "frontends": {"frontends", "reduction"},
+    "gather": {"gather", "reduction", "codec"},
+    "frontends": {"frontends", "gather", "reduction"},
     "planning": {"planning", "reduction", "codec"},
 }
 COMMANDS = {"plan", "probe"}
@@ -50,8 +51,10 @@ def test_imports_go_down(path: Path) -> None:
         assert "planning" not in rooms(path)
 
 
-def test_reductions_know_no_framework() -> None:
-    for path in (PACKAGE / "reduction").glob("*.py"):
+def test_reductions_and_gathers_know_no_framework() -> None:
+    for path in [
+        path for wing in ("reduction", "gather") for path in (PACKAGE / wing).glob("*.py")
+    ]:
         names = imported(path)
         assert not any(
             name.startswith(("torch.distributed.fsdp", "torch.nn.parallel", "megatron"))

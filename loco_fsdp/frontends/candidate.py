@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.gather.gatherer import Gatherer
 from loco_fsdp.reduction.groups import HopGroups
 from loco_fsdp.reduction.notices import Notices
 from loco_fsdp.reduction.reducer import Reducer
@@ -47,6 +48,10 @@ class Attachment(Protocol):
     @property
     def reducer(self) -> Reducer:
         """What reduces."""
+
+    @property
+    def gatherer(self) -> Gatherer | None:
+        """What gathers parameters in low bits; None where the framework does all of it."""
 
     def install(self) -> None:
         """Make the framework call the reducer."""
@@ -88,3 +93,12 @@ class Candidate(Protocol):
 
     def attachment(self, plan: Plan, parts: Parts) -> Attachment:
         """What reduces it as planned, not installed yet. A collective of `groups`."""
+
+
+def refuse_weight_bits(config: LoCoConfig, framework: str) -> None:
+    """Raise a ValueError if parameters are to be gathered in low bits by another than FSDP2."""
+    if config.weight_bits is not None:
+        raise ValueError(
+            f"weight_bits={config.weight_bits}: parameters are gathered in low bits with FSDP2 "
+            f"alone, and this is {framework}: it must be None"
+        )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.candidate import Parts, Plan
+from loco_fsdp.frontends.candidate import Parts, Plan, refuse_weight_bits
 from loco_fsdp.reduction.all_reduce import LoCoAllReduce
 from loco_fsdp.reduction.groups import Route
 
@@ -146,6 +146,8 @@ def _hook_state(ddp: DistributedDataParallel) -> _HookState:
 class DDPAllReduce:
     """LoCo's part in the all-reduce of one unit."""
 
+    gatherer = None  # the framework alone gathers parameters
+
     def __init__(self, ddp: DistributedDataParallel, unit: DDPUnit, reducer: LoCoAllReduce) -> None:
         self.reducer = reducer
         self._ddp: DistributedDataParallel | None = ddp
@@ -218,6 +220,7 @@ class DDPCandidate:
 
     def check_config(self, config: LoCoConfig) -> None:
         """Raise a ValueError for what an all-reduce has not."""
+        refuse_weight_bits(config, "DDP")
         if config.intra_node_bits is not None:
             raise ValueError(
                 f"intra_node_bits={config.intra_node_bits}: DDP reduces inside of nodes in full "

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.candidate import Attachment, Parts, Plan
+from loco_fsdp.frontends.candidate import Attachment, Parts, Plan, refuse_weight_bits
 from loco_fsdp.reduction.all_reduce import LoCoAllReduce, all_reduce_in_full_precision
 from loco_fsdp.reduction.collectives import reduce_scatters
 from loco_fsdp.reduction.groups import Route
@@ -121,6 +121,8 @@ def _reduce_in_full_precision(fsdp: Any, gradient: Tensor, output: Tensor) -> No
 class FSDP1ReduceScatter:
     """The communication hook of one unit: its reduce-scatter."""
 
+    gatherer = None  # the framework alone gathers parameters
+
     def __init__(self, unit: FSDP1Unit, reducer: LoCoReduceScatter) -> None:
         self.reducer = reducer
         self._unit = unit
@@ -189,6 +191,8 @@ def _broadcast(fsdp: Any, group: dist.ProcessGroup) -> None:
 class FSDP1Replicas:
     """LoCo's part in the all-reduce over replicas of one unit."""
 
+    gatherer = None  # the framework alone gathers parameters
+
     def __init__(self, unit: FSDP1Unit, group: dist.ProcessGroup, reducer: LoCoAllReduce) -> None:
         self.reducer = reducer
         self._unit = unit
@@ -251,7 +255,8 @@ class FSDP1Candidate:
             )
 
     def check_config(self, config: LoCoConfig) -> None:
-        """Raise a ValueError if a topology is asked for over replicas."""
+        """Raise a ValueError if a topology is asked for over replicas, or bits of parameters."""
+        refuse_weight_bits(config, "FSDP1")
         if self._replicate_group is not None and config.topology != "auto":
             raise ValueError(
                 f'topology={config.topology!r}: with replicate_group it must be "auto", which '

@@ -1,4 +1,4 @@
-"""Everything of FSDP2 that torch does not export, in one place.
+"""Everything of FSDP2 that torch does not export, here and in `fsdp2_stand_ins`.
 
 Read in torch 2.9, 2.13 and 2.14, and tested with them. Public names are used elsewhere directly.
 What is private here, and why:
@@ -9,8 +9,11 @@ What is private here, and why:
 - `FSDPParamGroup.post_backward`: the flat gradient holds only the parameters that got a gradient in
   this backward, and the reduce-scatter is not told which. They can be seen just before it runs.
 - `FSDPParamGroup._reset_iter_state`: gradients that wait for an all-reduce are forgotten with it.
-- `FSDPParamGroup._reduce_scatter_comm`, `._all_reduce_hook`: to put back what was there. The
-  setters of `FSDPModule` set them for one group of a module only.
+- `FSDPParamGroup._reduce_scatter_comm`, `._all_gather_comm`, `._all_reduce_hook`: to put back what
+  was there. The setters of `FSDPModule` set them for one group of a module only.
+- `FSDPParamGroup.unshard`: an all-gather runs with autograd off, and is not told whether it is on
+  for what will be computed. `torch._C._current_graph_task_id` tells of a backward, as FSDP2 asks.
+- `FSDPParamGroup.post_forward_mesh_info`: the ranks of `reshard_after_forward=number`.
 - `FSDPParamGroup.reduce_grads`, `.all_reduce_grads`, `.gradient_divide_factor`: what the user has
   set, which a reduction has to follow.
 - `FSDPParam.unsharded_accumulated_grad`, `._unsharded_param`: who has a gradient; and a gradient of
@@ -19,13 +22,15 @@ What is private here, and why:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from loco_fsdp.frontends.fsdp2_stand_ins import Gathering, Watched, Watcher
 
 AllReduceHook = Callable[[Tensor], None]
 
@@ -47,20 +52,20 @@ class ReduceScatter(Protocol):
     ) -> dist.Work | None: ...
 
 
-class Watcher(Protocol):
-    """What is told when FSDP2 reduces a unit."""
+class AllGather(Protocol):
+    """What FSDP2 calls to gather the parameters of a unit (`set_custom_all_gather`)."""
 
-    def owed(self) -> Collection[int]:
-        """Parameters that have to take part in the next reduction, with or without a gradient."""
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor: ...
 
-    def before_reduction(self) -> None:
-        """The unit's gradients are about to be packed."""
-
-    def after_reduction(self) -> None:
-        """Its sharded gradients are there, or those of an accumulation are put by."""
-
-    def forget_iteration(self) -> None:
-        """The user gives up the iteration: `FSDPModule.reset_iter_state`."""
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None: ...
 
 
 class FSDPUnit:
@@ -96,6 +101,7 @@ class FSDPUnit:
         )
         self._stock: ReduceScatter | None = None
         self._installed: ReduceScatter | None = None
+        self._gathering: Gathering | None = None
 
     spans = None  # the flat gradient holds the active parameters alone
 
@@ -127,12 +133,16 @@ class FSDPUnit:
 
     @property
     def remarks(self) -> list[str]:
-        """That FSDP2 itself reduces over replicas."""
+        """That FSDP2 itself reduces over replicas, or does not gather as it was told to."""
+        remarks = []
+        if self._gathering is not None and self.all_gather is not self._gathering.comm:
+            remarks.append("parameters not in low bits: another all-gather was set after attaching")
         if self.replicas == 1:
-            return []
+            return remarks
         return [
+            *remarks,
             f"its all-reduce over {self.replicas} replicas stays in full precision: shard the "
-            "model with LoCoFSDP(model, mesh=mesh) to compress that instead"
+            "model with LoCoFSDP(model, mesh=mesh) to compress that instead",
         ]
 
     @property
@@ -191,6 +201,49 @@ class FSDPUnit:
         self._stock = self._installed = None
 
     @property
+    def all_gather(self) -> AllGather:
+        """What gathers the unit's parameters now."""
+        comm: AllGather = self._group._all_gather_comm
+        return comm
+
+    def install_all_gather(self, comm: AllGather, loaded: Callable[[], None]) -> AllGather:
+        """Let `comm` gather the unit's parameters; returns what did before.
+
+        Args:
+            loaded: called when one of its modules has loaded a `state_dict`.
+        """
+        stock = self.all_gather
+        self._gathering = Gathering(self._group, loaded, comm, stock)
+        self._group._all_gather_comm = comm
+        return stock
+
+    def uninstall_all_gather(self) -> None:
+        """Put back what `install_all_gather` returned, unless there is another one since."""
+        assert self._gathering is not None
+        if self.all_gather is self._gathering.comm:
+            self._group._all_gather_comm = self._gathering.stock
+        self._gathering.stop()
+        self._gathering = None
+
+    @property
+    def records(self) -> bool:
+        """Whether autograd was on when the parameters that are being gathered were asked for."""
+        return self._gathering is not None and self._gathering.records
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether there are reduced gradients that nobody has cleared."""
+        return any(param.sharded_param.grad is not None for param in self._group.fsdp_params)
+
+    @property
+    def post_forward_ranks(self) -> int | None:
+        """`reshard_after_forward`, where it is a number."""
+        info = self._group.post_forward_mesh_info
+        if info is None or info is self._group.mesh_info:
+            return None
+        return int(info.shard_mesh_size)
+
+    @property
     def all_reduce_hook(self) -> AllReduceHook | None:
         """What FSDP2 calls with the unit's reduced shard."""
         hook: AllReduceHook | None = self._group._all_reduce_hook
@@ -212,9 +265,9 @@ class FSDPUnit:
         return factor
 
     @property
-    def _watched(self) -> _Watched | None:
+    def _watched(self) -> Watched | None:
         """That of `watch`, called on this or on another `FSDPUnit` of the group."""
-        watched: _Watched | None = vars(self._group).get("_loco_watched")
+        watched: Watched | None = vars(self._group).get("_loco_watched")
         return watched
 
     @property
@@ -224,7 +277,7 @@ class FSDPUnit:
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` of reductions, and keep track of who has a gradient, from now on."""
-        _Watched(self._group, watcher)
+        Watched(self._group, watcher)
 
     def unwatch(self) -> None:
         """Undo `watch`."""
@@ -255,70 +308,6 @@ class FSDPUnit:
             self._group.fsdp_params[index].sharded_param.grad = None
 
 
-class _Watched:
-    """Stands in for two methods of one parameter group, until `stop`.
-
-    Attributes:
-        watcher: who is told of reductions.
-        active: parameters in the gradient that is being reduced.
-    """
-
-    def __init__(self, group: Any, watcher: Watcher) -> None:
-        self.watcher: Watcher | None = watcher
-        self.active: tuple[int, ...] | None = None
-        self._group = group
-        self._before = {
-            name: vars(group).get(name) for name in ("post_backward", "_reset_iter_state")
-        }
-        group.post_backward = self._post_backward
-        if hasattr(type(group), "_reset_iter_state"):  # torch 2.13
-            group._reset_iter_state = self._reset_iter_state
-        group._loco_watched = self
-
-    def stop(self) -> None:
-        """Put back what was there. What somebody else has put over it since stays, and calls us."""
-        self.watcher = self.active = None
-        del self._group._loco_watched
-        for name, before in self._before.items():
-            if vars(self._group).get(name) != getattr(self, f"_{name.lstrip('_')}"):
-                continue
-            if before is None:
-                delattr(self._group, name)
-            else:
-                setattr(self._group, name, before)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        before = self._before[name]
-        # Not bound when this was made: somebody may replace the method of the class.
-        return before(*args) if before else getattr(type(self._group), name)(self._group, *args)
-
-    def _post_backward(self, *unused: Any) -> Any:
-        watcher = self.watcher
-        if watcher is None or not self._group.reduce_grads:
-            return self._call("post_backward", *unused)
-        if not self._note_active(watcher.owed()):
-            return self._call("post_backward", *unused)
-        watcher.before_reduction()
-        result = self._call("post_backward", *unused)
-        watcher.after_reduction()
-        return result
-
-    def _note_active(self, owed: Collection[int]) -> bool:
-        """Find out who takes part in the next reduction; whether anybody does."""
-        params = self._group.fsdp_params
-        active = [i for i, param in enumerate(params) if _has_gradient(self._group, param)]
-        if missing := sorted(set(owed).difference(active)):
-            _add_zero_gradients(params, missing, active)
-            active = sorted((*active, *missing))
-        self.active = tuple(active)
-        return bool(active)
-
-    def _reset_iter_state(self) -> None:
-        if self.watcher is not None:
-            self.watcher.forget_iteration()
-        self._call("_reset_iter_state")
-
-
 def fsdp_units(module: nn.Module) -> Iterator[FSDPUnit]:
     """The FSDP units with parameters in `module`, each once, in the order of `named_modules`."""
     names = {submodule: name for name, submodule in module.named_modules()}
@@ -341,29 +330,6 @@ def _param_groups(module: FSDPModule) -> list[Any]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group  # torch < 2.12: one group or None
     return [] if group is None else [group]
-
-
-def _has_gradient(group: Any, param: Any) -> bool:
-    """Whether `FSDPParamGroup.post_backward` is about to pack this parameter's gradient."""
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    unsharded = param._unsharded_param
-    return (
-        param.unsharded_accumulated_grad is not None
-        or unsharded.grad is not None
-        or (getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
-    )
-
-
-def _add_zero_gradients(params: list[Any], missing: list[int], active: list[int]) -> None:
-    accumulated = [params[index].unsharded_accumulated_grad for index in active]
-    dtype = next((grad.dtype for grad in accumulated if grad is not None), None)
-    for index in missing:
-        unsharded = params[index]._unsharded_param
-        if dtype is None:
-            unsharded.grad = torch.zeros_like(unsharded)
-        else:  # FSDP2 wants all gradients of a reduction in one dtype
-            params[index].unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
 
 
 def _join(module_name: str, parameter_name: str) -> str:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.frontends.candidate import Attachment, Parts, Plan
 from loco_fsdp.frontends.fsdp2 import AllReduceHook, FSDPUnit, is_stock
+from loco_fsdp.frontends.fsdp2_gather import FSDPAllGather, check_weight_bits, make_all_gather
+from loco_fsdp.gather.gatherer import Gatherer
 from loco_fsdp.reduction.all_reduce import LoCoAllReduce, all_reduce_in_full_precision
 from loco_fsdp.reduction.deferred import DeferredGradients
 from loco_fsdp.reduction.groups import Route
@@ -28,8 +30,11 @@ class FSDPReduceScatter:
     `output_tensor` `[shard]` on the reduce-scatter stream, then this object on the latter.
     """
 
-    def __init__(self, unit: FSDPUnit, reducer: LoCoReduceScatter) -> None:
+    def __init__(
+        self, unit: FSDPUnit, reducer: LoCoReduceScatter, all_gather: FSDPAllGather | None
+    ) -> None:
         self.reducer = reducer
+        self.all_gather = all_gather
         self._unit = unit
         self._stock = unit.reduce_scatter
 
@@ -37,9 +42,13 @@ class FSDPReduceScatter:
         """Make FSDP2 call this object."""
         self._stock = self._unit.install(self)
         self._unit.watch(self)
+        if self.all_gather is not None:
+            self.all_gather.install()
 
     def remove(self) -> None:
         """Put back what was there before."""
+        if self.all_gather is not None:
+            self.all_gather.remove()
         self._unit.unwatch()
         self._unit.uninstall()
         self.reducer.retire()
@@ -58,6 +67,7 @@ class FSDPReduceScatter:
     def after_reduction(self) -> None:
         """Count what FSDP2 has sent between replicas, where it reduces over them itself."""
         unit, group = self._unit, self._unit.replicate_group
+        self._announce_step()
         if group is not None and unit.all_reduce_grads:
             numel = sum(unit.shard_numels[index] for index in unit.active or ())
             num_bytes = numel * unit.reduce_dtype.itemsize
@@ -66,6 +76,16 @@ class FSDPReduceScatter:
                 ring_bytes, self.reducer.leaves_node(group), is_whole=unit.world_size == 1
             )
         unit.forget_active()
+
+    @property
+    def gatherer(self) -> Gatherer | None:
+        """What gathers its parameters in low bits, if anything does."""
+        return None if self.all_gather is None else self.all_gather.gatherer
+
+    def _announce_step(self) -> None:
+        """Parameters are going to change."""
+        if self.gatherer is not None:
+            self.gatherer.gradients_reduced(self._unit.active)
 
     def forget_iteration(self) -> None:
         """Nothing: what FSDP2 accumulates it forgets itself."""
@@ -92,6 +112,9 @@ class FSDPReduceScatter:
             TypeError: the gradient has a dtype that the codec does not take.
             RuntimeError: with `check_ranks`, the ranks do not reduce the same.
         """
+
+        if self._unit.active is None:  # nobody tells when this reduction is done
+            self._announce_step()
 
         def factor() -> float:
             if async_op:
@@ -215,6 +238,8 @@ class ReplicaAllReduce:
 class FSDPReplicas:
     """LoCo's part in the all-reduce over replicas of one FSDP unit."""
 
+    gatherer = None  # FSDP2 gathers parameters inside of a replica
+
     def __init__(self, hook: ReplicaAllReduce, reducer: LoCoAllReduce) -> None:
         self.reducer = reducer
         self._hook = hook
@@ -281,6 +306,12 @@ class FSDPCandidate:
 
     def check_config(self, config: LoCoConfig) -> None:
         """Raise a ValueError if a topology is asked for over replicas."""
+        if self._hook is not None and config.weight_bits is not None:
+            raise ValueError(
+                f"weight_bits={config.weight_bits}: on a 2-D mesh parameters are gathered inside "
+                "of a replica, which FSDP2 does: it must be None"
+            )
+        check_weight_bits(self.unit, config)
         if self._hook is not None and config.topology != "auto":
             raise ValueError(
                 f'topology={config.topology!r}: on a 2-D mesh it must be "auto", which reduces in '
@@ -312,17 +343,16 @@ class FSDPCandidate:
         route = Route(None, None)
         if plan.bypass_reason is None:
             route = parts.groups.acquire(self.unit.process_groups[0], plan.config)
-        return FSDPReduceScatter(
+        reducer = LoCoReduceScatter(
             self.unit,
-            LoCoReduceScatter(
-                self.unit,
-                plan.config,
-                plan.bypass_reason,
-                backend=plan.backend,
-                groups=route.hops,
-                topology_reason=route.reason,
-                node_size=plan.node_size,
-                workspace=parts.workspace,
-                notices=parts.notices,
-            ),
+            plan.config,
+            plan.bypass_reason,
+            backend=plan.backend,
+            groups=route.hops,
+            topology_reason=route.reason,
+            node_size=plan.node_size,
+            workspace=parts.workspace,
+            notices=parts.notices,
         )
+        all_gather = make_all_gather(self.unit, plan, parts, reducer)
+        return FSDPReduceScatter(self.unit, reducer, all_gather)

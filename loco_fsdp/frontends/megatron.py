@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.frontends.candidate import Attachment, Parts, Plan
+from loco_fsdp.frontends.candidate import Attachment, Parts, Plan, refuse_weight_bits
 from loco_fsdp.reduction.all_reduce import LoCoAllReduce
 from loco_fsdp.reduction.collectives import reduce_scatters
 from loco_fsdp.reduction.groups import Route
@@ -217,6 +217,8 @@ class _GradSync:
 class MegatronAttachment:
     """The reduction of one bucket."""
 
+    gatherer = None  # the framework alone gathers parameters
+
     def __init__(self, unit: MegatronUnit, reducer: LoCoReduceScatter | LoCoAllReduce) -> None:
         self.reducer = reducer
         self._unit = unit
@@ -302,7 +304,8 @@ class MegatronCandidate:
             )
 
     def check_config(self, config: LoCoConfig) -> None:
-        """Raise a ValueError for what an all-reduce has not."""
+        """Raise a ValueError for what an all-reduce has not, or FSDP2 alone has."""
+        refuse_weight_bits(config, "Megatron-LM")
         if self.unit.group_name == REDUCE_SCATTER:
             return
         if config.intra_node_bits is not None:

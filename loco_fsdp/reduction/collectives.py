@@ -4,7 +4,7 @@ Read in torch 2.9, 2.13 and 2.14. What is private here, and why:
 
 - `ProcessGroup._get_backend`: what serves a device. The name of a group is "undefined" or
   "cpu:gloo,cuda:nccl" in ordinary programs, and says nothing of what its backend can do.
-- `_coalescing_manager`: several reduce-scatters in one launch.
+- `_coalescing_manager`: several reduce-scatters or all-gathers in one launch.
 - `distributed_c10d._process_group_name`: torch names a group by its ranks and by how many groups
   there are, and waits for ever where ranks count differently, as in pipelines. Nor may a name come
   again after its group was destroyed: the store still has the addresses of the old one.
@@ -13,7 +13,7 @@ Read in torch 2.9, 2.13 and 2.14. What is private here, and why:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessG
     _all_gather(output_tensor, input_tensor, group=group)
 
 
+def all_gathers(
+    output_tensors: list[Tensor], input_tensors: list[Tensor], group: dist.ProcessGroup
+) -> None:
+    """All-gather of each input into its output, in one launch where the backend can."""
+    with _coalesced(group, output_tensors[0].device):
+        for output_tensor, input_tensor in zip(output_tensors, input_tensors, strict=True):
+            all_gather(output_tensor, input_tensor, group)
+
+
 def reduce_scatters(
     output_tensors: list[Tensor],
     input_tensors: list[Tensor],
@@ -48,14 +57,19 @@ def reduce_scatters(
     op: Any = dist.ReduceOp.SUM,
 ) -> None:
     """Reduce-scatter of each input into its output, in one launch where the backend can."""
-    device = output_tensors[0].device
-    with ExitStack() as stack:
-        if backend_of(group, device).supports_coalescing:
-            stack.enter_context(
-                dist._coalescing_manager(group, device=device)  # type: ignore[attr-defined]
-            )
+    with _coalesced(group, output_tensors[0].device):
         for output_tensor, input_tensor in zip(output_tensors, input_tensors, strict=True):
             _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+
+
+def _coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[object]:
+    """Collectives that are called in it are one launch, where the backend can."""
+    if not backend_of(group, device).supports_coalescing:
+        return nullcontext()
+    manager: AbstractContextManager[object] = dist._coalescing_manager(  # type: ignore[attr-defined]
+        group, device=device
+    )
+    return manager
 
 
 def make_group(

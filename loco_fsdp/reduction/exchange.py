@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from loco_fsdp.reduction.collectives import all_gather, is_gloo
+from loco_fsdp.reduction.collectives import all_gather, all_gathers, is_gloo
 
 # Of the messages between CPUs: never that of those that a training sends over the same group.
 _TAG = 0x10C0
@@ -34,6 +34,17 @@ def exchange(
     sizes = sizes or [send.numel() // group.size()] * group.size()
     received, sent = (tensor.view(-1).split_with_sizes(sizes) for tensor in (receive, send))
     _exchange_messages(received, sent, group)
+
+
+def gather_all_rows(
+    receive: Sequence[Tensor], rows: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
+    """`gather_rows` of several rows, each into rows of its own; in one launch where that can be."""
+    if not is_gloo(group, rows[0].device):
+        all_gathers([r.view(-1) for r in receive], [row.view(-1) for row in rows], group)
+        return
+    for into, row in zip(receive, rows, strict=True):
+        gather_rows(into, row, group)
 
 
 def gather_rows(receive: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:

@@ -86,16 +86,22 @@ class HopGroups:
         Raises:
             ValueError: `topology="hierarchical"` on ranks that do not fill nodes evenly, in order.
         """
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if config.topology == "flat" or len(ranks) == 1:
+        if config.topology == "flat":
             return Route(None)
-        key = (ranks, ranks_per_node(config.node_size))
-        if key not in self._routes:
-            self._routes[key] = self._find(group, key)
-        route = self._routes[key]
+        route = self.through_nodes(group, config.node_size)
         if route.reason is not None and config.topology == "hierarchical":
             raise ValueError(f'topology="hierarchical": {route.reason}')
         return route
+
+    def through_nodes(self, group: dist.ProcessGroup, node_size: int | None) -> Route:
+        """The two hops of `group`, if it has several nodes of several ranks. A collective of it."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return Route(None)
+        key = (ranks, ranks_per_node(node_size))
+        if key not in self._routes:
+            self._routes[key] = self._find(group, key)
+        return self._routes[key]
 
     def _find(self, group: dist.ProcessGroup, key: _Key) -> Route:
         """Groups that all ranks have, or new ones."""

@@ -29,7 +29,8 @@ class Workspace:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffer = self._buffers.get((name, stream))
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # or only evaluations could write to it
+                buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._buffers[name, stream] = buffer
         return buffer[:num_bytes].view(dtype).view(shape)
 

@@ -1,0 +1,1 @@
+"""What happens to parameters on their way to other ranks. Knows no framework."""
