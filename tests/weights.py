@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -135,19 +135,35 @@ class Replicas:
         self.values: dict[str, Tensor] = {}
         self.send_whole()
 
-    def send_whole(self, units: Iterable[int] | None = None) -> None:
-        """Parameters are sent as they are, rounded to the dtype of the gather."""
-        for name, parameter in self._parameters(units):
-            self.values[name] = whole(parameter, self._dtype)
+    def send_whole(
+        self, units: Iterable[int] | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Parameters of these ranks are sent as they are, rounded to the dtype of the gather."""
+        self._send(units, ranks, lambda new, old: new)
 
-    def send_differences(self, units: Iterable[int] | None = None) -> None:
+    def send_differences(
+        self, units: Iterable[int] | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
         """The difference of each shard in 4 bits; replicas are rounded to their dtype."""
+
+        def difference(new: Tensor, old: Tensor) -> Tensor:
+            return (old.float() + sent(new.float() - old.float(), 4, BLOCK)).to(self._dtype)
+
+        self._send(units, ranks, difference)
+
+    def _send(
+        self,
+        units: Iterable[int] | None,
+        ranks: Iterable[int] | None,
+        arrives: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        chosen = set(range(dist.get_world_size()) if ranks is None else ranks)
         for name, parameter in self._parameters(units):
-            wanted, replica = whole(parameter, self._dtype), self.values[name]
+            wanted = whole(parameter, self._dtype)
+            replica = self.values.get(name, wanted)
             rows = [
-                (old.float() + sent(new.float() - old.float(), 4, BLOCK)).to(self._dtype)
-                for new, old in zip(shards(wanted), shards(replica), strict=True)
-                if new.numel()
+                arrives(new, old) if rank in chosen and new.numel() else old
+                for rank, (new, old) in enumerate(zip(shards(wanted), shards(replica), strict=True))
             ]
             self.values[name] = torch.cat(rows).view(replica.shape)
 

@@ -232,7 +232,7 @@ class DifferenceGather(Gatherer):
         """What ranks told each other with the last exchange."""
         told = self._told.read()
         if told >= _STALE:
-            self._notices.say(self.unit.label, [STALE], [self._group])
+            self._notices.say(self.unit.label, [STALE], [self._inter])  # others do not know it
         return told >= _WHOLE
 
     def _has_changed(self, shard: Tensor) -> bool:
