@@ -38,7 +38,7 @@ class FSDPAllGather:
         self._reducer = reducer
         self._notices = notices
         self._stock = unit.all_gather
-        self._is_stock = False
+        self._paused = False
 
     def install(self) -> None:
         """Make FSDP2 call this object."""
@@ -68,8 +68,9 @@ class FSDPAllGather:
         """
         moment = Moment(in_backward(), self._unit.records, self._unit.gradients_wait)
         if not moment.in_backward:
-            self._is_stock = self._reducer.pauses > 0 or not self._takes(input_tensor)
-        if self._is_stock or group.size() != self._unit.world_size:
+            self._paused = self._reducer.pauses > 0
+        is_other_group = group.size() != self._unit.world_size
+        if self._paused or is_other_group or not self._takes(input_tensor):
             return self._stock(output_tensor, input_tensor, group, async_op)
         self.gatherer.gather(output_tensor, input_tensor, moment)
         return None
