@@ -33,6 +33,8 @@ STALE = (
 class DifferenceGather(Gatherer):
     """The all-gather of one unit from a replica that each node keeps, in closed loop.
 
+    To send differences of weights in 4 bits is what SDP4Bit does (arXiv 2410.15526).
+
     A rank keeps `replica` `[nodes, shard]`, the shards of all ranks at its place in their nodes, in
     the dtype of the gather. After a step, at the first gather outside of a backward:
 
