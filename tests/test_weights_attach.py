@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp import LoCoConfig, LoCoFSDP, attach
+from loco_fsdp.reduction import collectives, exchange
 from ranks import RankPool, heard, raised
 from toy import cpu_mesh
 from weights import SHAPES, Chain, Replicas, Shown, config, forward, sharded, train, whole
@@ -215,3 +219,47 @@ def test_the_summary_has_a_column_for_parameters(ranks: Ranks) -> None:
         header, *rows = summary.splitlines()[1:3]
         assert "weight bits  replica bytes" in header
         assert rows[0].split()[:6] == ["units.0", "312", "8", "0", "4", "312"]
+
+
+def called_on_nccl(weight_bits: int) -> list[str]:
+    """The collectives of a forward where the backend is NCCL, run by gloo's."""
+    calls: list[str] = []
+
+    def all_gather(output: Tensor, given: Tensor, group: Any) -> None:
+        calls.append(f"{given.dtype} {group.size()}")
+        dist.all_gather(list(output.view(group.size(), -1).unbind(0)), given, group=group)
+
+    class Coalescing(ExitStack):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+            calls.append("coalescing")
+            self.callback(calls.append, "coalesced")
+
+    nccl = type("Backend", (), {"supports_coalescing": True, "name": lambda self: "nccl"})()
+    model, _ = sharded(weight_bits, number=1)
+    plain, _ = sharded(weight_bits, number=1)  # over gloo
+    with ExitStack() as stack:
+        for target, name, stand_in in (
+            (exchange, "all_gather", all_gather),
+            (collectives, "all_gather", all_gather),
+            (collectives.dist, "_coalescing_manager", Coalescing),
+            (collectives, "backend_of", lambda *_: nccl),
+        ):
+            stack.enter_context(patch.object(target, name, stand_in))
+        forward(model)
+    forward(plain)
+    assert torch.equal(model.units[0].seen["weight"], plain.units[0].seen["weight"])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("weight_bits", "calls"),
+    [
+        (8, ["torch.uint8 2", "torch.uint8 2"]),
+        (4, ["torch.bfloat16 2", "coalescing", *["torch.bfloat16 2"] * 2, "coalesced"]),
+    ],
+)
+def test_nccl_gathers_parameters_by_standard_collectives(
+    ranks: Ranks, weight_bits: int, calls: list[str]
+) -> None:
+    assert ranks(4).run(called_on_nccl, weight_bits) == [calls] * 4
