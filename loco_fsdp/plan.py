@@ -52,8 +52,10 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
     )
     loco = min((p for p in fitting if "loco" in p.way), key=_preference, default=None)
     if loco is None or stock is None:
-        way = min(fitting, key=_preference).way
-        return f"Use {way}: others do not fit into {format_size(job.memory_bytes)} a rank."
+        best = min(fitting, key=_preference)
+        return (
+            f"Use {best.way}: others do not fit into {format_size(job.memory_bytes)} a rank."
+        ) + _what_it_takes(best, fitting, cluster, job)
     speedup = stock.step_s / loco.step_s
     if cluster.num_nodes == 1 and speedup < 2 * _MIN_SPEEDUP:
         return (
@@ -66,7 +68,9 @@ def recommend(predictions: Sequence[Prediction], cluster: Cluster, job: Job) -> 
             if hidden
             else "the reduction of gradients is not what the step waits for"
         )
-        return f"Do not use LoCo: {reason}. Use {stock.way} ({format_time(stock.step_s)} a step)."
+        return (
+            f"Do not use LoCo: {reason}. Use {stock.way} ({format_time(stock.step_s)} a step)."
+        ) + _what_it_takes(stock, fitting, cluster, job)
     text = (
         f"Use {loco.way}: {format_time(loco.step_s)} a step, {speedup:.2f}x as fast as "
         f"{stock.way}, the fastest stock way; "

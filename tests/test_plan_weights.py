@@ -38,6 +38,7 @@ RESHARD, INT8, DIFFERENCES = NEW = (
     "loco-int8",
     "loco-differences",
 )
+STOCK_RESHARD = "fsdp-bf16-reshard"
 
 
 # Bytes
@@ -67,6 +68,18 @@ def test_bytes_of_parameters(way: str, between_nodes: float, by_a_rank: float) -
     assert predicted.inter_node_bytes == pytest.approx(gradient + between_nodes)
     # Gradients in float32 inside of the node; then a rank sends two thirds of the codes of a half.
     assert predicted.rank_bytes == pytest.approx(by_a_rank + 4 * NUMEL / 2 + gradient / 2)
+
+
+def test_stock_reshard_spares_half_of_the_gathers_and_reduces_as_stock_does() -> None:
+    stock, reshard = (predict(way, CLUSTER, JOB) for way in ("fsdp-bf16", STOCK_RESHARD))
+    # Rings of 6 ranks: gradients once, and parameters in the forward of 4 microbatches.
+    assert reshard.reduce_inter_node_bytes == pytest.approx(2 * NUMEL * 5 / 6)
+    assert reshard.inter_node_bytes == pytest.approx((1 + 4) * 2 * NUMEL * 5 / 6)
+    assert reshard.rank_bytes == pytest.approx((1 + 4) * 2 * NUMEL * 5 / 6 + 4 * NUMEL)
+    assert reshard.reduce_s == stock.reduce_s
+    assert reshard.gather_s == predict(RESHARD, CLUSTER, JOB).gather_s
+    assert reshard.state_bytes == pytest.approx((16 / 6 + 2 / 2) * NUMEL)
+    assert reshard.error_bytes_per_parameter == 0
 
 
 def test_one_rank_a_node_gathers_codes_over_all_ranks() -> None:
@@ -197,9 +210,11 @@ def listed(cluster: Cluster) -> list[str]:
 
 def test_ways_that_cannot_be_are_not_listed() -> None:
     assert listed(CLUSTER) == [*FRAMEWORKS["fsdp2"]]
-    assert listed(ONE_NODE) == [way for way in FRAMEWORKS["fsdp2"] if way not in NEW]
-    without = [way for way in FRAMEWORKS["fsdp2"] if way not in (RESHARD, DIFFERENCES)]
-    assert listed(SINGLE) == without
+    for cluster, refused in (
+        (ONE_NODE, (STOCK_RESHARD, *NEW)),
+        (SINGLE, (STOCK_RESHARD, RESHARD, DIFFERENCES)),
+    ):
+        assert listed(cluster) == [way for way in FRAMEWORKS["fsdp2"] if way not in refused]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +223,8 @@ def test_ways_that_cannot_be_are_not_listed() -> None:
         *((way, ONE_NODE, f"way='{way}' .* there is one node: use loco-flat") for way in NEW),
         (RESHARD, SINGLE, f"way='{RESHARD}' .* one rank each: use loco-int8, or loco-hierarchical"),
         (DIFFERENCES, SINGLE, f"way='{DIFFERENCES}' .* one rank each: use loco-int8"),
+        (STOCK_RESHARD, ONE_NODE, f"way='{STOCK_RESHARD}' .* there is one node: use fsdp-bf16"),
+        (STOCK_RESHARD, SINGLE, f"way='{STOCK_RESHARD}' .* one rank each: use fsdp-bf16"),
     ],
 )
 def test_asked_for_by_name_they_are_refused(way: str, cluster: Cluster, message: str) -> None:
@@ -245,6 +262,26 @@ def test_recommendation_says_what_to_set_and_what_it_keeps(
     assert ("off by default" in text) == (ways[-1] != RESHARD)
 
 
+def test_stock_reshard_is_compared_with_and_recommended_with_what_to_set() -> None:
+    # Between nodes 31 of 32 parts of 16 GB of parameters, and of gradients; inside of them 7 of 8.
+    # Before the same gathers LoCo sends three quarters of the codes of gradients, after 32 GB of
+    # them in the node, and passes an eighth of these through the codec.
+    gathers_s = 8 * 16 * 31 / 32 / 100 + 8 * 16 * 7 / 8 / 2400
+    stock_s = gathers_s + 8 * 16 * 31 / 32 / 100
+    loco_s = gathers_s + 8 * 8 * W4 * 3 / 4 / 100 + 8 * 32 * 7 / 8 / 2400 + 32 / 8 / 500
+    text = advice(GPUS, LARGE, (*STOCK, STOCK_RESHARD, RESHARD))
+    assert f"{stock_s / loco_s:.2f}x as fast as {STOCK_RESHARD}, the fastest stock way" in text
+    kept = " Set reshard_after_forward=8, which keeps 2 GB of parameters a rank."
+    hidden = dataclasses.replace(LARGE, compute_s=2.5)  # less than the ring with both gathers
+    text = advice(GPUS, hidden, (*STOCK, STOCK_RESHARD, RESHARD))
+    assert text.startswith("Do not use LoCo: the step waits for computation, ")
+    assert text.endswith(f" Use {STOCK_RESHARD} ({stock_s:.3g} s a step).{kept}")
+    tight = dataclasses.replace(LARGE, memory_bytes=6e9)  # no room for errors
+    assert advice(GPUS, tight) == (
+        f"Use {STOCK_RESHARD}: others do not fit into 6 GB a rank.{kept}"
+    )
+
+
 def test_recommendation_of_one_rank_a_node_keeps_nothing() -> None:
     cluster = dataclasses.replace(GPUS, num_nodes=8, ranks_per_node=1)
     text = advice(cluster, LARGE, (*STOCK, "loco-hierarchical", INT8))
@@ -276,9 +313,10 @@ def test_of_equals_the_one_with_exact_parameters_then_the_smallest() -> None:
 
 
 def test_memory_refuses_what_nodes_keep() -> None:
-    job = dataclasses.replace(LARGE, memory_bytes=7e9)  # 6 GB, and 8 with what is kept
+    job = dataclasses.replace(LARGE, memory_bytes=7e9)  # 6 GB with errors, or with what is kept
     text = report(GPUS, job)
-    assert "Use loco-hierarchical: " in text
+    # It sends 31 GB, and loco-hierarchical 34.1: both gathers, 31 GB, and gradients in low bits.
+    assert "not what the step waits for. Use fsdp-bf16-reshard (" in text
     marked = [row.split()[0] for row in text.splitlines() if "(!)" in row]
     assert marked == ["loco-flat", *NEW, "hsdp-fp32", "hsdp-bf16", "hsdp-loco"]
 

@@ -11,7 +11,8 @@ from loco_fsdp.config import LoCoConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FRAMEWORKS = {
     "fsdp2": (
-        *("fsdp-fp32", "fsdp-bf16", "fsdp-alltoall", "loco-flat", "loco-hierarchical"),
+        *("fsdp-fp32", "fsdp-bf16", "fsdp-bf16-reshard", "fsdp-alltoall"),
+        *("loco-flat", "loco-hierarchical"),
         *("loco-hierarchical-reshard", "loco-int8", "loco-differences"),
         *("hsdp-fp32", "hsdp-bf16", "hsdp-loco"),
     ),

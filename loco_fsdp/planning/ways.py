@@ -5,10 +5,11 @@ wire of the codec (0.516 at 4 bits and blocks of 256), a step sends, to reduce g
 
     way               between nodes, by a node         by a rank, all in all
     fsdp-fp32/-bf16   b P (N-1)/N                      b P (N-1)/N
+    fsdp-bf16-reshard: as fsdp-bf16
     fsdp-alltoall     2 L P (M-1)/M                    2 P (N-1)/N
     loco-flat         w L P (M-1)/M                    w P (N-1)/N
     loco-hierarchical w P (M-1)/M                      b P (L-1)/L + w P/L (M-1)/M
-    ... -reshard, loco-int8, loco-differences: as loco-hierarchical
+    loco-hierarchical-reshard, loco-int8, loco-differences: as loco-hierarchical
     hsdp-fp32/-bf16   2 b P (M-1)/M                    b P (L-1)/L + 2 b P/L (M-1)/M
     hsdp-loco         2 w P (M-1)/M                    b P (L-1)/L + 2 w P/L (M-1)/M
     ddp-fp32/-bf16    2 b P (N-1)/N                    2 b P (N-1)/N
@@ -28,13 +29,14 @@ microbatches. With w8 and w4 bytes on the wire of the codec at 8 and 4 bits (1.0
     way               between nodes, by a node         by a rank, all in all
     fsdp-*, loco-flat, loco-hierarchical
                       2 K p P (N-1)/N                  2 K p P (N-1)/N
-    ... -reshard      K p P (N-1)/N                    K p P (N-1)/N + K p P (L-1)/L
+    *-reshard         K p P (N-1)/N                    K p P (N-1)/N + K p P (L-1)/L
     loco-int8         K w8 P (M-1)/M                   K w8 P/L (M-1)/M + K (w8 + p) P (L-1)/L
     loco-differences  w4 P (M-1)/M                     w4 P/L (M-1)/M + 2 K p P (L-1)/L
     hsdp-*            0                                2 K p P (L-1)/L
 
-- loco-hierarchical-reshard keeps parameters sharded over the node between forward and backward
-  (`reshard_after_forward=L`), so that the backward gathers inside of it: p P/L bytes more a rank.
+- fsdp-bf16-reshard and loco-hierarchical-reshard keep parameters sharded over the node between
+  forward and backward (`reshard_after_forward=L`), so that the backward gathers inside of it: p P/L
+  bytes more a rank.
 - loco-int8 does so too, and gathers codes of 8 bits in the forward, first over equal places of
   nodes, then inside of them (`weight_bits=8`). With one rank a node both gathers are of codes, over
   all ranks, and nothing is kept.
@@ -58,9 +60,9 @@ from loco_fsdp.planning.cluster import DTYPE_BYTES, Cluster, Job
 ENCODING = 0.75  # of the time in which a gradient is encoded and decoded
 _MOMENTS_BYTES = 8  # of a parameter: two moments of Adam, in float32
 _NUM_GATHERS = 2  # of parameters in a microbatch, with reshard_after_forward
-_RESHARDED = ("loco-hierarchical-reshard", "loco-int8")
 _LOW_BIT_PARAMETERS = ("loco-int8", "loco-differences")
-_HIERARCHICAL = ("loco-hierarchical", *_RESHARDED, "loco-differences")
+_RESHARDED = ("fsdp-bf16-reshard", "loco-hierarchical-reshard", "loco-int8")
+_HIERARCHICAL = ("loco-hierarchical", "loco-hierarchical-reshard", *_LOW_BIT_PARAMETERS)
 
 
 class Transfer(NamedTuple):
@@ -108,12 +110,15 @@ def refusal(way: str, cluster: Cluster) -> str | None:
     """Why a way cannot be on a cluster, and what to take instead; None: it can."""
     if way not in (*_RESHARDED, "loco-differences"):
         return None
+    is_stock = "loco" not in way
     if cluster.num_nodes == 1:
-        return f"way={way!r} spares the links between nodes, and there is one node: use loco-flat"
+        other = "fsdp-bf16" if is_stock else "loco-flat"
+        return f"way={way!r} spares the links between nodes, and there is one node: use {other}"
     if cluster.ranks_per_node == 1 and way != "loco-int8":
+        other = "loco-int8, or loco-hierarchical for exact parameters"
         return (
             f"way={way!r} gathers parameters inside of nodes, which have one rank each: "
-            "use loco-int8, or loco-hierarchical for exact parameters"
+            f"use {'fsdp-bf16' if is_stock else other}"
         )
     return None
 
@@ -141,7 +146,7 @@ def gathering(way: str, cluster: Cluster, job: Job) -> Phase:
         ]
         backward = _all_gather("node", num_bytes, forwards)
         return Phase([*forward, backward], forwards, elements)
-    if way == "loco-hierarchical-reshard":
+    if way.endswith("-reshard"):
         scopes = ("all", "node")
         return Phase([_all_gather(scope, num_bytes, forwards) for scope in scopes])
     calls = 1 if way.startswith("megatron") else gathers
@@ -164,7 +169,7 @@ def reduction(way: str, cluster: Cluster, job: Job) -> Phase:
     dtype = _reduce_dtype(way, job)
     num_bytes = DTYPE_BYTES[dtype] * numel
     wire_bytes = numel * wire_bytes_per_element(job.loco, -(-numel // (nodes * local)))
-    if way in ("fsdp-fp32", "fsdp-bf16", "megatron-bf16"):
+    if way in ("fsdp-fp32", "fsdp-bf16", "fsdp-bf16-reshard", "megatron-bf16"):
         return Phase([Transfer("reduce-scatter", "all", num_bytes, 1, dtype)])
     if way in ("ddp-fp32", "ddp-bf16"):
         return Phase([Transfer("all-reduce", "all", num_bytes, 1, dtype)])
@@ -240,7 +245,7 @@ def kept_bytes(way: str, cluster: Cluster, job: Job) -> float:
 
 def _reduce_dtype(way: str, job: Job) -> str:
     """Of gradients where they are reduced in full precision."""
-    if way.startswith("megatron") or way.endswith(("bf16", "alltoall")):
+    if way.startswith("megatron") or way.endswith(("bf16", "bf16-reshard", "alltoall")):
         return "bfloat16"
     return job.reduce_dtype if "loco" in way and way != "ddp-loco" else "float32"
 
