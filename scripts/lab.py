@@ -13,6 +13,12 @@ node sent, as counted by its network interface. Needs root and iproute2.
 NCCL does; `ring-*` reduces in a ring as NCCL does. `fsdp-alltoall` exchanges 16 bits and sums in
 float32.
 
+`*-reshard` has `reshard_after_forward` at the ranks of a node, so that the backward gathers
+parameters inside of it; `ring-bf16-reshard` is stock. `loco-int8` has it too, and sends parameters
+between nodes in 8 bits; `loco-differences` sends what has changed of them in 4 bits, once a step.
+All three of LoCo reduce gradients as `loco-hierarchical` does. With one rank a node there is only
+`loco-int8`, without `reshard_after_forward`: both of its gathers send 8 bits.
+
 `ddp-*` is DDP, whose model is whole on every rank; `-bf16` has all of it in 16 bits, and what it
 takes to reduce gradients is not known. `megatron-*` is Megatron-LM, all of it in 16 bits, with the
 distributed optimizer, `megatron-instances-*` with an instance of it on each node; both need
@@ -44,15 +50,17 @@ from typing import Any
 import torch
 
 from lab_network import INTERFACE, LabError, LabNetwork, check_machine
-from lab_rank import COMPUTE, RankSpec
+from lab_rank import COMPUTE, RESHARDED, WEIGHT_BITS, RankSpec
 from lab_replicas import MEGATRON, REPLICAS
 from lab_report import add_plan, join, plot, summarize, table
 from loco_fsdp.planning.quantities import parse_rate, parse_seconds
 
 WAYS = (
-    *("fsdp-fp32", "fsdp-bf16", "ring-fp32", "ring-bf16", "fsdp-alltoall"),
-    *("loco-flat", "loco-hierarchical", "hsdp-fp32", "hsdp-bf16", "hsdp-loco"),
+    *("fsdp-fp32", "fsdp-bf16", "ring-fp32", "ring-bf16", "ring-bf16-reshard", "fsdp-alltoall"),
+    *("loco-flat", "loco-hierarchical", "loco-hierarchical-reshard", "loco-int8"),
+    *("loco-differences", "hsdp-fp32", "hsdp-bf16", "hsdp-loco"),
 )
+SPARING = {*RESHARDED, *WEIGHT_BITS}  # gathers of parameters
 OTHER_WAYS = (*REPLICAS, *MEGATRON)
 SWEEP = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
 _MAX_RANKS = 4
@@ -257,17 +265,30 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--plan takes ways of one framework, not {' '.join(options.ways)}")
     if set(other) & set(MEGATRON) and find_spec("megatron") is None:
         parser.error("ways of Megatron-LM need megatron-core: pip install 'loco-fsdp[megatron]'")
-    if options.ways is None:  # with one rank a node, hierarchical is flat
-        skipped = {"loco-hierarchical"} if options.ranks_per_node == 1 else set()
-        options.ways = [way for way in WAYS if way not in skipped]
-    elif "loco-hierarchical" in options.ways and options.ranks_per_node == 1:
-        parser.error("loco-hierarchical needs --ranks-per-node 2: with one rank a node it is flat")
+    refused = _refused(options)
+    if options.ways is None:
+        options.ways = [way for way in WAYS if way not in refused]
+    for way in options.ways:
+        if way in refused:
+            parser.error(f"{way} {refused[way]}")
     try:
         parse_rate(options.rate)
         parse_seconds(options.delay)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _refused(options: argparse.Namespace) -> dict[str, str]:
+    """Ways that make no sense with these options, and why."""
+    refused = {}
+    if options.ranks_per_node == 1:
+        inside = "needs --ranks-per-node 2: it gathers parameters inside of nodes"
+        refused = {way: inside for way in SPARING if way != "loco-int8"}
+        refused["loco-hierarchical"] = "needs --ranks-per-node 2: with one rank a node it is flat"
+    if options.lean:
+        refused |= dict.fromkeys(SPARING, "spares gathers that --lean leaves out: leave it away")
+    return refused
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

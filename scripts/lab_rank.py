@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -45,6 +45,10 @@ _INTERFACES = Path("/sys/class/net")
 
 # No way to reduce, but a step in which each rank shards over itself only, and sends nothing.
 COMPUTE = "compute"
+
+# With `reshard_after_forward` at the ranks of a node, and with parameters in low bits.
+RESHARDED = ("ring-bf16-reshard", "loco-hierarchical-reshard", "loco-int8")
+WEIGHT_BITS = {"loco-int8": 8, "loco-differences": 4}
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class Trainee:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def _shard(self, spec: RankSpec) -> None:
-        scheme, _, reduction = self.way.partition("-")
+        scheme, _, reduction = self.way.removesuffix("-reshard").partition("-")
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "alltoall": torch.bfloat16}
         reduce_dtype = dtypes.get(reduction, getattr(torch, spec.reduce_dtype))
         arguments: dict[str, Any] = {
@@ -206,6 +210,8 @@ class Trainee:
             ),
             "reshard_after_forward": not spec.lean,
         }
+        if self.way in RESHARDED and spec.ranks_per_node > 1:
+            arguments["reshard_after_forward"] = spec.ranks_per_node
         if scheme == "hsdp":
             arguments["mesh"] = _mesh(spec.num_nodes, spec.ranks_per_node)
         elif self.way == COMPUTE:
@@ -219,7 +225,9 @@ class Trainee:
             fully_shard(self._model, **arguments)
         ring = scheme == "ring" or (scheme == "hsdp" and spec.lean)
         if scheme == "loco":
-            attach(self._model, LoCoConfig.from_dict({**config.to_dict(), "topology": reduction}))
+            topology = "flat" if reduction == "flat" else "hierarchical"
+            weight_bits = WEIGHT_BITS.get(self.way)
+            attach(self._model, replace(config, topology=topology, weight_bits=weight_bits))
         elif ring or reduction == "alltoall":
             comm = RingReduceScatter() if ring else AllToAllReduceScatter()
             for layer in self._model:

@@ -15,7 +15,11 @@ _SCHEMES = (
     *(("FSDP", ("fsdp", "ring", "loco")), ("HSDP", ("hsdp",)), ("DDP", ("ddp",))),
     ("Megatron's instances", ("megatron-instances",)),
 )
-_PLANNED_AS = {"ring-fp32": "fsdp-fp32", "ring-bf16": "fsdp-bf16"}
+_PLANNED_AS = {
+    "ring-fp32": "fsdp-fp32",
+    "ring-bf16": "fsdp-bf16",
+    "ring-bf16-reshard": "fsdp-bf16-reshard",
+}
 
 
 def summarize(answers: list[dict[str, Any]], spec: RankSpec) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import lab_network
-from lab import parse_options
+from lab import SPARING, WAYS, parse_options
 from lab_network import LabError, LabNetwork, check_machine
 from lab_report import crossing
 from loco_fsdp.codec import BlockLayout
@@ -133,41 +133,66 @@ def test_bytes_at_the_interface_are_those_of_the_wire_layout(
     assert ring == pytest.approx(2 * numel / 2, rel=0.15)
 
 
-@needs_namespaces
-def test_lean_step_gathers_once_and_reduces_in_a_ring_inside_of_a_node(tmp_path: Path) -> None:
-    options = [
-        *("--lean", "--ranks-per-node", "2", "--ways", "hsdp-bf16", "hsdp-loco"),
+def measured(tmp_path: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """What the lab measured of each way, on two nodes of two ranks."""
+    command = [
+        *(sys.executable, str(SCRIPTS / "lab.py"), "--ranks-per-node", "2"),
         *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s"),
         *("--warmup", "1", "--steps", "3", "--time-limit", "100"),
+        *("--json", str(tmp_path / "json"), *options),
     ]
-    command = [sys.executable, str(SCRIPTS / "lab.py"), *options, "--json", str(tmp_path / "json")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (run,) = json.loads((tmp_path / "json").read_text())["runs"]
+    ways: dict[str, dict[str, Any]] = run["ways"]
+    return ways
+
+
+@needs_namespaces
+def test_lean_step_gathers_once_and_reduces_in_a_ring_inside_of_a_node(tmp_path: Path) -> None:
+    found = measured(tmp_path, "--lean", "--ways", "hsdp-bf16", "hsdp-loco")
     numel = NUM_LAYERS * DIM * DIM
     of_two_ranks = 2 * (2 * numel / 2)  # 2 bytes; each sends half of the elements to the other
     for way in ("hsdp-bf16", "hsdp-loco"):  # parameters once, gradients once
-        assert run["ways"][way]["local_bytes"] == pytest.approx(2 * of_two_ranks, rel=0.15)
-    assert run["ways"]["hsdp-bf16"]["node_bytes"] == pytest.approx(2 * numel, rel=0.15)
+        assert found[way]["local_bytes"] == pytest.approx(2 * of_two_ranks, rel=0.15)
+    assert found["hsdp-bf16"]["node_bytes"] == pytest.approx(2 * numel, rel=0.15)
 
 
-def lab_of_replicas(tmp_path: Path, ways: list[str]) -> dict[str, float]:
+EIGHT_BITS, FOUR_BITS = ((bits + 32 / 256) / 8 for bits in (8, 4))
+
+
+@needs_namespaces
+def test_what_spares_gathers_sends_fewer_parameters_between_nodes(tmp_path: Path) -> None:
+    """Bytes of a step, over parameters of the model, on the link and inside of a node."""
+    ring = 2 * 3 / 4  # of 4 ranks, in 16 bits: over each link once
+    gathered = 2  # inside: two ranks send each other half of 16 bits
+    summed = 2 * gathered  # gloo reduce-scatters by an all-reduce
+    codes = FOUR_BITS / 2  # of gradients: half of them are for the other node
+    expected = {
+        "ring-bf16-reshard": (ring + ring, ring + gathered + ring),
+        "loco-hierarchical-reshard": (ring + codes, ring + gathered + summed),
+        # Each of two ranks passes on the codes of half of the parameters.
+        "loco-int8": (EIGHT_BITS / 2 + codes, EIGHT_BITS + gathered + summed),
+        "loco-differences": (FOUR_BITS / 2 + codes, 2 * gathered + summed),
+    }
+    found = measured(tmp_path, "--plan", "--ways", *expected)
+    for way, (link, inside) in expected.items():
+        row, numel = found[way], NUM_LAYERS * DIM**2
+        assert row["plan"]["node_bytes"] == pytest.approx(link * numel, rel=0.01)
+        for sent in row["steps"]["node_bytes"]:
+            assert sent == pytest.approx(link * numel, rel=0.15)
+        assert row["local_bytes"] == pytest.approx(inside * numel, rel=0.15)
+        assert 0 < row["reduce_s"] < row["step_s"]
+
+
+def bytes_of_replicas(tmp_path: Path, ways: list[str]) -> dict[str, float]:
     """Bytes of gradient, over parameters of the model, that a node of two ranks sends another."""
-    options = [
-        *("--ranks-per-node", "2", "--dim", str(DIM), "--layers", str(NUM_LAYERS)),
-        *("--rate", "2Gb/s", "--warmup", "1", "--steps", "3", "--time-limit", "100"),
-    ]
-    command = [sys.executable, str(SCRIPTS / "lab.py"), *options, "--json", str(tmp_path / "json")]
-    subprocess.run([*command, "--ways", *ways], check=True, capture_output=True, timeout=120)
-    (run,) = json.loads((tmp_path / "json").read_text())["runs"]
-    return {way: run["ways"][way]["node_bytes"] / (NUM_LAYERS * DIM**2) for way in ways}
-
-
-FOUR_BITS = (4 + 32 / 256) / 8
+    found = measured(tmp_path, "--ways", *ways)
+    return {way: found[way]["node_bytes"] / (NUM_LAYERS * DIM**2) for way in ways}
 
 
 @needs_namespaces
 def test_ddp_in_low_bits_sends_codes_between_nodes_once_in_full(tmp_path: Path) -> None:
-    found = lab_of_replicas(tmp_path, ["ddp-fp32", "ddp-bf16", "ddp-loco"])
+    found = bytes_of_replicas(tmp_path, ["ddp-fp32", "ddp-bf16", "ddp-loco"])
     # A ring over four ranks passes each link with 2 * 3 / 4 of the gradient.
     assert found["ddp-fp32"] == pytest.approx(2 * 4 * 3 / 4, rel=0.1)
     assert found["ddp-bf16"] == pytest.approx(2 * 2 * 3 / 4, rel=0.1)
@@ -178,7 +203,7 @@ def test_ddp_in_low_bits_sends_codes_between_nodes_once_in_full(tmp_path: Path) 
 def test_megatron_in_low_bits_between_instances_sends_codes_alone(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     ways = ["megatron-bf16", "megatron-loco", "megatron-instances-bf16", "megatron-instances-loco"]
-    found = lab_of_replicas(tmp_path, ways)
+    found = bytes_of_replicas(tmp_path, ways)
     gathered = 2 * 3 / 4  # parameters, in a ring, by one rank of the node
     # gloo reduce-scatters by an all-reduce.
     assert found["megatron-bf16"] == pytest.approx(2 * 2 * 3 / 4 + gathered, rel=0.1)
@@ -281,6 +306,9 @@ def test_without_iproute2_the_lab_names_the_package(monkeypatch: pytest.MonkeyPa
             "ways of one framework, not ddp-loco fsdp-",
         ),
         (["--ways", "loco-hierarchical"], "with one rank a node it is flat"),
+        (["--ways", "loco-differences"], "loco-differences needs --ranks-per-node 2: it gathers"),
+        (["--ways", "ring-bf16", "ring-bf16-reshard"], "ring-bf16-reshard needs --ranks-per-node"),
+        (["--ways", "loco-int8", "--lean"], "loco-int8 spares gathers that --lean leaves out"),
     ],
 )
 def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,10 +317,17 @@ def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
-def test_ways_are_all_that_differ() -> None:
-    options: argparse.Namespace = parse_options([])
-    assert "loco-hierarchical" not in options.ways
-    assert "loco-hierarchical" in parse_options(["--ranks-per-node", "2"]).ways
+@pytest.mark.parametrize(
+    ("argv", "without"),
+    [
+        (["--ranks-per-node", "2"], set()),
+        ([], {"loco-hierarchical", *SPARING} - {"loco-int8"}),
+        (["--ranks-per-node", "2", "--lean"], SPARING),
+    ],
+)
+def test_ways_are_all_that_differ(argv: list[str], without: set[str]) -> None:
+    options: argparse.Namespace = parse_options(argv)
+    assert options.ways == [way for way in WAYS if way not in without]
 
 
 def test_crossing_lies_between_the_measurements_around_it() -> None:
