@@ -274,7 +274,9 @@ def measure(trainees: list[AnyTrainee], stopwatch: Stopwatch, spec: RankSpec) ->
         for trainee in trainees:
             stopwatch.seconds = 0.0
             dist.barrier()
-            link, local, start = sent_bytes("eth0"), sent_bytes("lo"), time.perf_counter()
+            link, local = sent_bytes("eth0"), sent_bytes("lo")
+            dist.barrier()  # nobody sends before all have read
+            start = time.perf_counter()
             trainee.step()
             seconds = time.perf_counter() - start
             dist.barrier()

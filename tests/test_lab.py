@@ -138,10 +138,10 @@ def measured(tmp_path: Path, *options: str) -> dict[str, dict[str, Any]]:
     command = [
         *(sys.executable, str(SCRIPTS / "lab.py"), "--ranks-per-node", "2"),
         *("--dim", str(DIM), "--layers", str(NUM_LAYERS), "--rate", "2Gb/s"),
-        *("--warmup", "1", "--steps", "3", "--time-limit", "100"),
+        *("--warmup", "1", "--steps", "3", "--time-limit", "200"),
         *("--json", str(tmp_path / "json"), *options),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=220)
     (run,) = json.loads((tmp_path / "json").read_text())["runs"]
     ways: dict[str, dict[str, Any]] = run["ways"]
     return ways
