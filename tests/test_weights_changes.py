@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from loco_fsdp import LoCo
 from loco_fsdp.gather.differences import STALE
 from loco_fsdp.gather.fingerprint import fingerprint
 from ranks import RankPool, heard
-from weights import Chain, Replicas, forward, sharded, train
+from weights import Chain, Replicas, forward, sharded, swapped, train
 
 Ranks = Callable[[int], RankPool]
 
@@ -35,19 +33,6 @@ def started(**kwargs: Any) -> tuple[Chain, LoCo, torch.optim.Optimizer, Replicas
 
 
 # --- averages of weights ---------------------------------------------------------------------
-
-
-@contextmanager
-def swapped(model: nn.Module, averages: list[Tensor]) -> Iterator[None]:
-    """As trainers evaluate averages: under autograd's radar, and back again."""
-    kept = [parameter.data.clone() for parameter in model.parameters()]
-    for parameter, average in zip(model.parameters(), averages, strict=True):
-        parameter.data.copy_(average)
-    try:
-        yield
-    finally:
-        for parameter, value in zip(model.parameters(), kept, strict=True):
-            parameter.data.copy_(value)
 
 
 def averaged(when: str, distance: float) -> None:

@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from definition import sent
 from loco_fsdp import LoCo, LoCoConfig, LoCoFSDP, attach
-from loco_fsdp.gather.differences import DifferenceGather
 from ranks import RankPool
 from toy import cpu_mesh
-from weights import BLOCK, Chain, Replicas, Shown, config, forward, sharded, train
+from weights import (
+    BLOCK,
+    Chain,
+    Replicas,
+    Shown,
+    config,
+    forward,
+    rows_are_their_owners,
+    sharded,
+    train,
+)
 
 Ranks = Callable[[int], RankPool]
 
@@ -58,20 +66,6 @@ def loop(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]], steps: int) -> 
     rows_are_their_owners(loco)
     assert loco.stats()["weight_refreshes"] == len(model.units)
     assert loco.stats()["stale_gathers"] == 0
-
-
-def rows_are_their_owners(loco: LoCo) -> None:
-    """Each row of a replica is, bit by bit, the own row of the rank that it is of."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    for gatherer in loco._gatherers:
-        assert isinstance(gatherer, DifferenceGather) and gatherer._replica is not None
-        replica = gatherer._replica
-        own: list[Tensor] = [torch.empty_like(replica[0]) for _ in range(world_size)]
-        dist.all_gather(own, replica[rank // 2].clone())
-        assert len(replica) == world_size // 2
-        for node, row in enumerate(replica):
-            assert torch.equal(row, own[2 * node + rank % 2])
-            assert row.any()
 
 
 EVEN = {"weight": (24, 12), "bias": (24,)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from definition import sent
 from loco_fsdp import LoCo, LoCoConfig, attach
+from loco_fsdp.gather.differences import DifferenceGather
 from toy import cpu_mesh
 
 BLOCK = 32
@@ -111,6 +113,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@contextmanager
+def swapped(model: nn.Module, averages: list[Tensor]) -> Iterator[None]:
+    """As trainers evaluate averages: under autograd's radar, and back again."""
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter, average in zip(model.parameters(), averages, strict=True):
+        parameter.data.copy_(average)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+
+
 def whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole of a sharded parameter, as FSDP2 gathers it."""
     return parameter.detach().full_tensor().to(dtype)  # type: ignore[attr-defined, no-any-return]
@@ -190,3 +205,17 @@ class Replicas:
             if parameter.ndim == 1:  # a few elements, which may be sent as they are
                 continue
             assert not torch.equal(self.values[name], whole(parameter, self._dtype)), name
+
+
+def rows_are_their_owners(loco: LoCo) -> None:
+    """Each row of a replica is, bit by bit, the own row of the rank that it is of."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for gatherer in loco._gatherers:
+        assert isinstance(gatherer, DifferenceGather) and gatherer._replica is not None
+        replica = gatherer._replica
+        own: list[Tensor] = [torch.empty_like(replica[0]) for _ in range(world_size)]
+        dist.all_gather(own, replica[rank // 2].clone())
+        assert len(replica) == world_size // 2
+        for node, row in enumerate(replica):
+            assert torch.equal(row, own[2 * node + rank % 2])
+            assert row.any()
