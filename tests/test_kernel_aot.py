@@ -4,9 +4,8 @@ The launchers run with a recorder in place of the kernel; what they would launch
 in other processes, since this one may interpret its kernels. A variant takes seconds, so not every
 product of options is compiled. For sm_90: every pair of width and error dtype, with the gradient
 dtypes by turns; every block size, unaligned parts, and rows of the wire that hold a part of the
-blocks, with the default options; every width of the other two kernels. For sm_80, sm_100 and
-gfx942: each kernel, with the error dtype that none of them converts alike (float8) and with a float
-one.
+blocks, with the default options; every width of the other kernels. For sm_80, sm_100 and gfx942:
+each kernel, with the error dtype that none of them converts alike (float8) and with a float one.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ ERROR_DTYPES = (
 )
 # Files of kernels that are not named after them.
 MODULES = {"sum_squares": "drop_spike", "drop_spike": "drop_spike"}
+# Kernels that sum over peers, in a loop that is unrolled.
+SUMMING = ("unpack_dequantize_reduce", "unpack_reduce_requantize")
 SPAWN = multiprocessing.get_context("spawn")
 POINTERS = {
     torch.float32: "*fp32",
@@ -62,6 +63,7 @@ class Variant:
     block_size: int = 256
     aligned: bool = True
     split: bool = False
+    add: bool = False
     target: str = "sm_90"
 
     def __str__(self) -> str:
@@ -69,7 +71,7 @@ class Variant:
             str(dtype).removeprefix("torch.") for dtype in (self.gradient, self.error)
         )
         aligned = "aligned" if self.aligned else "unaligned"
-        split = "-split" * self.split
+        split = "-split" * self.split + "-add" * self.add
         width = f"{self.bits}bit"
         options = f"{width}-{self.block_size}-{aligned}{split}"
         return f"{self.kernel}-{gradient}-{error}-{options}-{self.target}"
@@ -173,6 +175,13 @@ def _record(variant: Variant) -> tuple[Any, dict[str, Any]]:
         launch(flat, wire, *columns, **common, **rows, **stats, **error, aligned=variant.aligned)
     elif variant.kernel == "unpack_dequantize_reduce":
         launch(wire, flat[0], *columns[:2], **common, **rows, aligned=variant.aligned)
+    elif variant.kernel == "subtract_quantize_pack":
+        common |= {"shard_numel": flat.shape[1], "aligned": variant.aligned}
+        launch(flat[0], flat[0], wire, *columns[:2], **common, **stats)
+    elif variant.kernel == "unpack_dequantize_rows":
+        common |= {"shard_numel": flat.shape[1], "aligned": variant.aligned}
+        row = torch.zeros(1, dtype=torch.int64)
+        launch(wire, flat, *columns[:2], row, **common, add=variant.add)
     else:
         launch(wire, wire, *columns, **common, **stats, **error)
     setattr(module, name, kernel)
@@ -224,6 +233,8 @@ def other_processes(num_processes: int, barrier: Barrier | None = None) -> Proce
 
 
 DEFAULT = Variant("compensate_quantize_pack")
+DIFFERENCE = Variant("subtract_quantize_pack", error=None)
+ROWS = Variant("unpack_dequantize_rows", error=None, add=True)
 SPIKES = [
     Variant(kernel, torch.float32, torch.float16, target=target)
     for kernel in ("sum_squares", "drop_spike")
@@ -249,6 +260,13 @@ def variants() -> list[Variant]:
     found += splits
     found += [replace(DEFAULT, split=True, target=target) for target in ("sm_80", "gfx942")]
     found += [replace(variant, kernel="unpack_dequantize_reduce", error=None) for variant in splits]
+    for variant in (DIFFERENCE, ROWS):
+        found += [replace(variant, gradient=dtype) for dtype in GRADIENT_DTYPES]
+        found += [replace(variant, gradient=next(dtypes), bits=bits) for bits in (8, 2, 1)]
+        found += [replace(variant, block_size=size) for size in (32, 1024)]
+        found += [replace(variant, aligned=False)]
+        found += [replace(variant, target=target) for target in ("sm_80", "sm_100", "gfx942")]
+    found += [replace(ROWS, add=False)]
     for target, bits in (("sm_80", 4), ("sm_100", 8), ("gfx942", 2)):
         float8 = replace(DEFAULT, error=torch.float8_e4m3fn, bits=bits, target=target)
         found += [
@@ -290,11 +308,25 @@ def test_gradient_and_error_move_in_vectors(
         assert loads == {"ld.global.v4.b32": 8, "ld.global.v2.b32": 8}
 
 
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+def test_parameter_and_replica_move_in_vectors(
+    dtype: torch.dtype, compiled: dict[Variant, Compiled]
+) -> None:
+    """Of a thread's 32 elements: 16 bytes at once, also where a replica is updated in place."""
+    vectors = 32 * dtype.itemsize // 16
+    difference, rows = (
+        compiled[replace(variant, gradient=dtype)].assembly for variant in (DIFFERENCE, ROWS)
+    )
+    assert difference.count("ld.global.v4.b32") == 2 * vectors
+    assert rows.count("ld.global.v4.b32") == vectors
+    assert rows.count("st.global.v4.b32") == vectors
+
+
 def test_no_product_of_offsets_is_32_bits_wide(compiled: dict[Variant, Compiled]) -> None:
     """Programs and strides multiply to more than 2**31 on large models."""
     for variant, result in compiled.items():
         types = set(re.findall(r"arith\.muli .* : (\S+) loc", result.ttir))
-        if variant.kernel != DEFAULT.kernel:
+        if variant.kernel in SUMMING:
             types.discard("i32")  # of the number of peers, when the loop over them is unrolled
         assert types and all(type.rstrip(">").endswith("i64") for type in types), variant
 
@@ -313,6 +345,7 @@ def test_rounding_is_that_of_the_definition(compiled: dict[Variant, Compiled]) -
     assert compiled[DEFAULT].assembly.count("fma.rn.f32") == 2 * 32 + 2 * 24
     decoded = compiled[Variant("unpack_dequantize_reduce", bits=4, error=None, target="sm_80")]
     assert "fma" not in decoded.assembly
+    assert "fma" not in compiled[ROWS].assembly
 
 
 def test_what_is_usual_is_weighed_in_float64(compiled: dict[Variant, Compiled]) -> None:

@@ -4,6 +4,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,13 @@ import loco_kernels
 from kernel_cases import Case, Outcome, columns, place_on_wire, rows_of_wire
 from loco_kernels.launch import device_of
 
-KERNELS = ("compensate_quantize_pack", "unpack_dequantize_reduce", "unpack_reduce_requantize")
+KERNELS = (
+    "compensate_quantize_pack",
+    "unpack_dequantize_reduce",
+    "unpack_reduce_requantize",
+    "subtract_quantize_pack",
+    "unpack_dequantize_rows",
+)
 
 
 def launch(kernel: str) -> None:
@@ -31,6 +38,14 @@ def launch(kernel: str) -> None:
         function(flat, outcome.wire, *columns(table), **place, **rows, **outcome.keywords())
     elif kernel == "unpack_dequantize_reduce":
         function(outcome.wire, flat[0], table.starts, table.lengths, **place, **rows)
+    elif kernel == "subtract_quantize_pack":
+        outcome = Outcome.blank(replace(case, error_dtype=None), peers=1)
+        place |= {"shard_numel": table.shard_numel, **outcome.keywords()}
+        function(flat[0], flat[0], outcome.wire, table.starts, table.lengths, **place)
+    elif kernel == "unpack_dequantize_rows":
+        place |= {"shard_numel": table.shard_numel, "add": True}
+        row = torch.zeros(1, dtype=torch.int64)
+        function(outcome.wire, flat, table.starts, table.lengths, row, **place)
     else:
         function(outcome.wire, outcome.wire, *columns(table), **place, **outcome.keywords())
 
