@@ -219,3 +219,17 @@ def rows_are_their_owners(loco: LoCo) -> None:
         for node, row in enumerate(replica):
             assert torch.equal(row, own[2 * node + rank % 2])
             assert row.any()
+
+
+def sgd(model: Chain) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def sent_across(loco: LoCo) -> float:
+    """Bytes of parameters to other nodes so far."""
+    return loco.stats()["weight_inter_node_bytes"]
+
+
+# Of a unit of 24 x 12 and 24 on 4 ranks: 72 + 6 elements a rank, 3 + 1 blocks of 32. In 4 bits with
+# room for one block more 80 bytes of codes and 20 of scales, in multiples of 16; whole 2 each.
+DIFFERENCE, WHOLE = 80 + 32, 2 * 78
