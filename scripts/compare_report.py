@@ -22,6 +22,8 @@ from matplotlib import pyplot as plt
 
 from study import CurvePoint, ResultFiles, Run, Study, full_name, load_study
 
+_LINEAR = 10  # thousandths of a nat, beyond which an axis is logarithmic
+
 
 class Comparison(NamedTuple):
     """A path in a setting against the baseline in that setting, over the seeds that have both."""
@@ -153,10 +155,13 @@ def draw_differences(study: Study, comparisons: Sequence[Comparison], path: Path
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(range(len(shown)), [comparison.name for comparison in shown])
     axes.invert_yaxis()
-    axes.set_xscale("symlog", linthresh=10)
+    beyond = max(map(abs, axes.get_xlim())) > _LINEAR
+    if beyond:
+        axes.set_xscale("symlog", linthresh=_LINEAR)
     axes.set_xlabel(
         f"validation loss minus that of {study.baseline} (1e-3 nats)\n"
-        "dots: seeds; diamonds: mean and standard error; logarithmic beyond 10"
+        "dots: seeds; diamonds: mean and standard error"
+        + (f"; logarithmic beyond {_LINEAR}" if beyond else "")
     )
     axes.grid(alpha=0.3)
     _save(figure, path)
