@@ -60,11 +60,12 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(options=starts)
     def start(self, options: Start) -> None:
-        self.attached, self.saved = True, False
+        self.attached = True
         self.frozen: set[tuple[int, str | None]] = set()
         self.do(ways.start, options)
         # What FSDP2 makes in inference mode it cannot train with.
         self.do(ways.train, [PLAIN], "after the step", None)
+        self.do(ways.save)
 
     @rule(
         microbatches=st.lists(last, min_size=1, max_size=3),
@@ -108,15 +109,13 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached)
     @rule()
     def save(self) -> None:
-        self.saved = True
         self.do(ways.save)
 
-    @precondition(lambda self: self.saved)
     @rule()
     def load_model(self) -> None:
         self.do(ways.load_model)
 
-    @precondition(lambda self: self.attached and self.saved)
+    @precondition(lambda self: self.attached)
     @rule(
         order=st.sampled_from(["model first", "LoCo first"]),
         between=sometimes,
