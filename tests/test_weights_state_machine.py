@@ -30,6 +30,7 @@ Ranks = Callable[[int], RankPool]
 
 modes = st.sampled_from(sorted(MODES))
 sometimes = st.sampled_from([None, None, *sorted(MODES)])
+looks = st.sampled_from([None, "look", *sorted(MODES)])
 bits = st.sampled_from([4, 4, 4, 8])
 starts = st.builds(
     Start,
@@ -71,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         microbatches=st.lists(last, min_size=1, max_size=3),
         syncs=st.booleans(),
         zero=zeros,
-        before_step=st.sampled_from([None, None, None, "look", *sorted(MODES)]),
+        before_step=looks,
     )
     def train(
         self, microbatches: list[Microbatch], syncs: bool, zero: str, before_step: str | None
@@ -80,21 +81,20 @@ class Machine(RuleBasedStateMachine):
             microbatch.sync = syncs
         self.do(ways.train, microbatches, zero, before_step)
 
-    @rule(mode=modes, paused=st.booleans())
-    def evaluate(self, mode: str, paused: bool) -> None:
-        self.do(ways.evaluate, mode, paused)
+    @rule(zero=zeros, before_step=looks)
+    def step(self, zero: str, before_step: str | None) -> None:
+        self.do(ways.train, [PLAIN], zero, before_step)
 
-    @rule(mode=modes)
-    def evaluate_averages(self, mode: str) -> None:
-        self.do(ways.evaluate_averages, mode)
-
-    @rule()
-    def look(self) -> None:
-        self.do(ways.look)
-
-    @rule()
-    def drop_a_forward(self) -> None:
-        self.do(ways.drop_a_forward)
+    @rule(kind=st.sampled_from(["forward", "look", "evaluate", "paused", "averages"]), mode=modes)
+    def compute(self, kind: str, mode: str) -> None:
+        if kind == "forward":
+            self.do(ways.drop_a_forward)
+        elif kind == "look":
+            self.do(ways.look)
+        elif kind == "averages":
+            self.do(ways.evaluate_averages, mode)
+        else:
+            self.do(ways.evaluate, mode, kind == "paused")
 
     @precondition(lambda self: self.attached)
     @rule()

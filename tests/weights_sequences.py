@@ -181,6 +181,8 @@ def check_difference(number: int, part: Shards, parameters: Shards) -> None:
     if not equal(old, parameters) and number not in held["due"]:
         expect(equal(part, parameters), f"{number}: changed, and not sent whole")
         return
+    if number not in held["due"] and not held["restored"]:
+        expect(equal(part, before), f"{number}: nothing has changed, and it is not what it was")
     for name, value in parameters.items():
         missing = (value.float() - before[name].float()).abs()
         allowed = half_step(missing)
