@@ -109,12 +109,16 @@ def test_rows_written_in_numbers() -> None:
     assert output[:, NO_BLOCK].isnan().all()
 
 
-@pytest.mark.parametrize("old", [256.0, 258.0])
-def test_ties_go_to_the_even_neighbour(old: float) -> None:
-    """256 + 7 lies between 262 and 264, 258 + 7 between 264 and 266."""
+@pytest.mark.parametrize(
+    ("old", "scale", "new"), [(256.0, 1.0, 264.0), (258.0, 1.0, 264.0), (258.0, 1 + 2**-10, 266.0)]
+)
+def test_ties_go_to_the_even_neighbour(old: float, scale: float, new: float) -> None:
+    """256 + 7 lies between 262 and 264, 258 + 7 between 264 and 266. A little more than 7 makes no
+    tie, though 7 is what rounding it alone would make of it."""
     output = torch.full((1, 16), old, dtype=torch.bfloat16)
-    eager.decode_rows(small_wire((1.0, 1.0)), output, SMALL_TABLE, torch.tensor([0]), add=True)
-    assert output[0, 2].item() == 264
+    wire = small_wire((scale, 1.0))
+    eager.decode_rows(wire, output, SMALL_TABLE, torch.tensor([0]), add=True)
+    assert output[0, 2].item() == new
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
