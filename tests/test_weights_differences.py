@@ -35,8 +35,10 @@ Ranks = Callable[[int], RankPool]
 # --- the loop --------------------------------------------------------------------------------
 
 
-def loop(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]], steps: int) -> None:
-    model, loco = sharded(4, dtype=dtype, shapes=shapes)
+def loop(
+    dtype: torch.dtype, shapes: dict[str, tuple[int, ...]], steps: int, backend: str = "auto"
+) -> None:
+    model, loco = sharded(4, dtype=dtype, shapes=shapes, options={"backend": backend})
     optimizer = sgd(model)
     expected = Replicas(model, dtype)
     for step in range(steps):
@@ -67,6 +69,11 @@ def test_after_20_steps_each_row_is_its_owners(ranks: Ranks, world_size: int) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_replicas_have_the_dtype_of_the_gather(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks(4).run(loop, dtype, UNEVEN, 3)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_every_backend_keeps_the_same_replicas(ranks: Ranks, backend: str) -> None:
+    ranks(4).run(loop, torch.bfloat16, UNEVEN, 3, backend)
 
 
 def counted() -> list[float]:
