@@ -177,6 +177,14 @@ FAULTS: dict[str, tuple[Start, list[Call]]] = {
         Start(4, "momentum", 0.1, False),
         [STEP, ZEROS, (ways.freeze_with_gradient, 0, "weight"), ZEROS, ZEROS, ZEROS],
     ),
+    "a part that freezes after a step that nothing announces": (
+        Start(4, "SGD", 0.1, False),
+        [
+            (ways.train, [PLAIN], STEP[2], "look"),
+            (ways.freeze_with_gradient, 0, "weight"),
+            (ways.train, [Microbatch(True, "forward", None, "no_grad")], STEP[2], None),
+        ],
+    ),
     "an evaluation after a forward that has left out much": (
         Start(4, "SGD", 0.5, False, strict=True),
         [(ways.train, [Microbatch(False, None, None, "no_grad"), PLAIN], STEP[2], None)],

@@ -304,6 +304,8 @@ def edit() -> None:
 
 def freeze(number: int, name: str | None, frozen: bool) -> None:
     unit = held["units"][number]
+    if name is not None and number not in held["due"]:
+        look()  # a change that no reduction announces is lost beside one that is announced
     for parameter in unit.parameters() if name is None else [getattr(unit, name)]:
         parameter.requires_grad_(not frozen)
         parameter.grad = None  # else an optimizer goes on to change it
