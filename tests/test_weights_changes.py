@@ -44,6 +44,8 @@ def averaged(when: str, distance: float) -> None:
         forward(model)
     if when == "before the step":
         forward(model).backward()
+    if when == "before the backward":
+        loss = forward(model)
     for _ in range(2):
         with swapped(model, averages), torch.no_grad():
             exact = Replicas(model)
@@ -54,13 +56,19 @@ def averaged(when: str, distance: float) -> None:
         optimizer.step()
         optimizer.zero_grad()
     exact.send_whole()
+    if when == "before the backward":
+        loss.backward()
+        exact.check(backward=True)
+        return
     forward(model).backward()
     exact.check()
     exact.check(backward=True)
     assert loco.stats()["stale_gathers"] == 0
 
 
-@pytest.mark.parametrize("when", ["after the step", "after a forward", "before the step"])
+@pytest.mark.parametrize(
+    "when", ["after the step", "after a forward", "before the backward", "before the step"]
+)
 def test_averages_are_evaluated_and_weights_trained(ranks: Ranks, when: str) -> None:
     """A difference in 4 bits would not do: it leaves a fourteenth of the largest element."""
     ranks(4).run(averaged, when, 0.5)

@@ -64,14 +64,12 @@ class Start:
     bits: of parameters
     size: of a step
     recomputes: whether there is activation checkpointing
-    strict: whether an evaluation that sends nothing may leave out no more than one that does
     """
 
     bits: int
     optimizer: str
     size: float
     recomputes: bool
-    strict: bool = False
 
 
 PLAIN = Microbatch(True, None, None, None)
@@ -112,7 +110,6 @@ def start(options: Start) -> None:
     fully_shard(model, **fsdp)
     held["optimizer"] = OPTIMIZERS[options.optimizer](model.parameters(), options.size)
     held["averages"] = [parameter.detach().clone() for parameter in model.parameters()]
-    held["strict"] = options.strict
     attach_anew(options.bits)
 
 
@@ -165,8 +162,11 @@ def check(number: int, seen: Shards, stock: bool, evaluates: bool) -> None:
         expect(equal(part, wanted), f"{number}: not in 8 bits")
     else:
         check_difference(number, part, parameters)
-        if evaluates and (held["strict"] or number in held["due"]):
-            check_norm(number, part, parameters)
+        if evaluates and number in held["due"]:
+            expect(
+                left_out(part, parameters) <= MOST_LEFT_OUT + ROUNDING,
+                f"{number}: an evaluation {left_out(part, parameters):.3g} from the parameters",
+            )
         held["known"][number] = parameters, part
         held["told"].discard(number)
         held["due"].discard(number)
@@ -197,13 +197,10 @@ def check_difference(number: int, part: Shards, parameters: Shards) -> None:
         )
 
 
-def check_norm(number: int, part: Shards, parameters: Shards) -> None:
+def left_out(part: Shards, parameters: Shards) -> float:
+    """What is missing of the parameters, in norm."""
     value = torch.cat(list(parameters.values())).float()
-    apart = (torch.cat(list(part.values())).float() - value).norm() / value.norm()
-    expect(
-        bool(apart <= MOST_LEFT_OUT + ROUNDING),
-        f"{number}: an evaluation {apart:.3g} from the parameters",
-    )
+    return float((torch.cat(list(part.values())).float() - value).norm() / value.norm())
 
 
 def equal(one: Shards, other: Shards) -> bool:
@@ -226,10 +223,7 @@ def evaluate(mode: str, paused: bool) -> None:
         rows_are_their_owners(held["loco"])
 
 
-def evaluate_averages(mode: str, of_frozen: bool = False) -> None:
-    for average, parameter in zip(held["averages"], held["model"].parameters(), strict=True):
-        if not parameter.requires_grad and not of_frozen:
-            average.copy_(parameter.detach())
+def evaluate_averages(mode: str) -> None:
     with swapped(held["model"], held["averages"]):
         evaluate(mode, False)
 
@@ -304,15 +298,7 @@ def edit() -> None:
 
 def freeze(number: int, name: str | None, frozen: bool) -> None:
     unit = held["units"][number]
-    if name is not None and number not in held["due"]:
-        look()  # a change that no reduction announces is lost beside one that is announced
-    for parameter in unit.parameters() if name is None else [getattr(unit, name)]:
-        parameter.requires_grad_(not frozen)
-        parameter.grad = None  # else an optimizer goes on to change it
-
-
-def freeze_with_gradient(number: int, name: str) -> None:
-    getattr(held["units"][number], name).requires_grad_(False)
+    (unit if name is None else getattr(unit, name)).requires_grad_(not frozen)
 
 
 def save() -> None:

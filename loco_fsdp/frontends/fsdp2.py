@@ -231,9 +231,10 @@ class FSDPUnit:
         return self._gathering is not None and self._gathering.records
 
     @property
-    def gradients_wait(self) -> bool:
-        """Whether there are reduced gradients that nobody has cleared."""
-        return any(param.sharded_param.grad is not None for param in self._group.fsdp_params)
+    def with_gradient(self) -> frozenset[int]:
+        """Parameters with a sharded gradient that nobody has cleared."""
+        params = enumerate(self._group.fsdp_params)
+        return frozenset(i for i, param in params if param.sharded_param.grad is not None)
 
     @property
     def post_forward_ranks(self) -> int | None:

@@ -38,7 +38,7 @@ class FSDPAllGather:
         self._reducer = reducer
         self._notices = notices
         self._stock = unit.all_gather
-        self._paused = False
+        self._was_paused = False  # in the last forward that a backward may come to
 
     def install(self) -> None:
         """Make FSDP2 call this object."""
@@ -66,11 +66,12 @@ class FSDPAllGather:
 
         With `async_op` it is done as well before the stream goes on: there is nothing to wait for.
         """
-        moment = Moment(in_backward(), self._unit.records, self._unit.gradients_wait)
-        if not moment.in_backward:
-            self._paused = self._reducer.pauses > 0
+        moment = Moment(in_backward(), self._unit.records, self._unit.with_gradient)
+        paused = self._was_paused if moment.in_backward else self._reducer.pauses > 0
+        if moment.recording and not moment.in_backward:
+            self._was_paused = paused
         is_other_group = group.size() != self._unit.world_size
-        if self._paused or is_other_group or not self._takes(input_tensor):
+        if paused or is_other_group or not self._takes(input_tensor):
             return self._stock(output_tensor, input_tensor, group, async_op)
         self.gatherer.gather(output_tensor, input_tensor, moment)
         return None

@@ -38,8 +38,8 @@ class DifferenceGather(Gatherer):
     A rank keeps `replica` `[nodes, shard]`, the shards of all ranks at its place in their nodes, in
     the dtype of the gather. After a step, at the first gather outside of a backward:
 
-    1. Encode the difference between the own shard and the own row of `replica`, of parameters whose
-       gradients were reduced, in 4 bits.
+    1. Encode the difference between the own shard and the own row of `replica`, of parameters that
+       may have changed, in 4 bits.
     2. Exchange of the codes between ranks at the same place in their nodes.
     3. Add what they stand for to all rows, on all ranks alike: what is left out now is a part of
        the next difference, and rows stay bitwise equal.
@@ -54,8 +54,8 @@ class DifferenceGather(Gatherer):
     tells of.
 
     They are also sent whole at first, after `refresh`, and where a difference has left out more
-    than a step of an optimizer does or met a number that is not finite: at once in an evaluation,
-    and otherwise by the next exchange.
+    than a step of an optimizer does or met a number that is not finite: at once if an evaluation
+    asked for it, and otherwise by the next exchange.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -66,7 +66,8 @@ class DifferenceGather(Gatherer):
         self._told = HostFlag()
         self._due: set[int] = set()
         self._whole = False
-        self._unsure = False
+        self._after_evaluation = False
+        self._had_gradients: frozenset[int] = frozenset()  # in the last gather
         self._changed: Tensor | None = None  # gathers of this rank's old parameters, since it told
         self._num_stale: Tensor | None = None  # all of them
         self._saved: SavedReplica | None = None
@@ -96,6 +97,8 @@ class DifferenceGather(Gatherer):
         """See `Gatherer.gather`."""
         if not moment.in_backward or not self._fits(shard):
             self._update(shard, moment)
+        elif self._after_evaluation and not self._due and self._has_changed(shard):
+            self._send_whole(shard)  # one of other parameters came between forward and backward
         self._gather_inside_node(output)
 
     def gradients_reduced(self, parameters: tuple[int, ...] | None) -> None:
@@ -154,17 +157,24 @@ class DifferenceGather(Gatherer):
             if self._was_told_to_send_whole():
                 self._send_whole(shard)
             else:
-                self._send_difference(shard)
+                self._send_difference(shard, self._may_have_changed(may_wait, moment))
                 if may_wait and self._was_told_to_send_whole():
                     self._send_whole(shard)
-        elif may_wait or self._unsure:
+        elif may_wait or self._after_evaluation or self._had_gradients:
             if self._has_changed(shard):
                 self._send_whole(shard)
         else:
             self._note_changes(shard)
-        # After an evaluation somebody may put back what was there before. And while gradients wait,
-        # the step that they announce is still to come, or has been taken: nobody knows.
-        self._unsure = not moment.recording or moment.gradients_wait
+        self._after_evaluation = not moment.recording
+        self._had_gradients = moment.gradients
+
+    def _may_have_changed(self, may_wait: bool, moment: Moment) -> tuple[int, ...]:
+        """Parameters to send a difference of."""
+        # Somebody may evaluate other parameters, and put back what was there before.
+        if may_wait or self._after_evaluation:
+            return tuple(range(len(self.unit.shard_numels)))
+        # Of those with a gradient the step may have come since it was announced and sent.
+        return tuple(sorted(self._due | self._had_gradients | moment.gradients))
 
     def _restore(self, device: torch.device) -> bool:
         """Make the replica that `load` was given a row of; whether it was."""
@@ -198,9 +208,9 @@ class DifferenceGather(Gatherer):
         self.counters.refreshes += 1
         self.counters.add(0, row.nbytes * (self._inter.size() - 1))
 
-    def _send_difference(self, shard: Tensor) -> None:
+    def _send_difference(self, shard: Tensor, parameters: tuple[int, ...]) -> None:
         assert self._replica is not None
-        table = self._plans(tuple(sorted(self._due)), shard.device)
+        table = self._plans(parameters, shard.device)
         num_bytes, num_nodes = table.wire.num_bytes, self._inter.size()
         send = self._workspace.get("difference", (1, num_bytes), shard.device)
         received = self._workspace.get("differences", (num_nodes, num_bytes), shard.device)

@@ -47,12 +47,13 @@ class Moment(NamedTuple):
 
     in_backward: a backward runs: it computes with the parameters of its forward
     recording: autograd records what is computed with them; false in an evaluation
-    gradients_wait: there are reduced gradients, which an optimizer may not have applied yet
+    gradients: parameters with a reduced gradient, which an optimizer may not have applied yet, or
+        may apply again
     """
 
     in_backward: bool
     recording: bool
-    gradients_wait: bool
+    gradients: frozenset[int]
 
 
 class SavedReplica(NamedTuple):
