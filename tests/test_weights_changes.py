@@ -14,7 +14,7 @@ from loco_fsdp import LoCo
 from loco_fsdp.gather.differences import STALE
 from loco_fsdp.gather.fingerprint import fingerprint
 from ranks import RankPool, heard
-from weights import Chain, Replicas, forward, sharded, swapped, train
+from weights import Chain, Replicas, forward, sharded, swapped, train, whole
 
 Ranks = Callable[[int], RankPool]
 
@@ -183,6 +183,34 @@ def looked_after_an_evaluation() -> None:
 
 def test_what_was_changed_since_an_evaluation_is_seen(ranks: Ranks) -> None:
     ranks(4).run(looked_after_an_evaluation)
+
+
+def beside() -> None:
+    """A frozen parameter is changed, and the next difference is of the others of its unit."""
+    model, loco, optimizer, expected = started()
+    for unit in model.units:
+        unit.weight.requires_grad_(False)
+        unit.weight.grad = None
+    expected.send_differences()
+    train(model, optimizer)
+    expected.check()
+    with torch.no_grad():
+        for unit in model.units:
+            unit.weight.neg_()
+    train(model, optimizer)
+    assert not torch.equal(
+        model.units[0].seen["weight"], whole(model.units[0].weight, torch.bfloat16)
+    )
+    for _ in range(2):
+        train(model, optimizer)
+        assert torch.equal(
+            model.units[0].seen["weight"], whole(model.units[0].weight, torch.bfloat16)
+        )
+    assert loco.stats()["weight_refreshes"] == 4
+
+
+def test_what_is_changed_beside_what_is_trained_is_sent_with_the_next_step(ranks: Ranks) -> None:
+    ranks(4).run(beside)
 
 
 def far(scale: float) -> None:

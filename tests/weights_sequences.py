@@ -266,11 +266,16 @@ def train(microbatches: list[Microbatch], zero: str, before_step: str | None) ->
 
 
 def look() -> None:
-    """Somebody gathers a unit by hand."""
+    """Somebody gathers a unit by hand.
+
+    Not one of which all is frozen: FSDP2 then forgets in which dtype it has to reduce gradients.
+    """
     for number in UNITS:
         unit: Any = held["model"].units[number]
-        unit.unshard()
         shown: Shown = held["units"][number]
+        if not any(parameter.requires_grad for parameter in shown.parameters()):
+            continue
+        unit.unshard()
         seen = {name: value.detach().clone() for name, value in shown.named_parameters()}
         unit.reshard()
         check(number, seen, stock=False, evaluates=False)

@@ -219,6 +219,8 @@ class DifferenceGather(Gatherer):
         with self._stage("encode"):
             encode_difference(shard, own, send, table, stats, backend=self._backend)
         unsent = stats.squares[..., 1].sum(dtype=torch.float64)
+        if len(parameters) < len(self.unit.shard_numels):  # the others may have changed as well
+            unsent = unsent + self._squared_distance(shard, own, parameters)
         squares = torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()
         self._squares = torch.stack([unsent, squares])
         within = (unsent <= _MAX_LEFT_OUT**2 * squares) & (stats.nonfinite[0] == 0)
@@ -235,6 +237,16 @@ class DifferenceGather(Gatherer):
             decode_rows(received, self._replica, table, nodes, add=True, backend=self._backend)
         self._told.write(_last_scale(received, table).max().view(1))
         self._sent(shard)
+
+    def _squared_distance(self, shard: Tensor, row: Tensor, without: tuple[int, ...]) -> Tensor:
+        """Of a shard from a row, but for these parameters; a float64 scalar."""
+        numels = list(self.unit.shard_numels)
+        shards, rows = (
+            torch.cat([part for i, part in enumerate(parts) if i not in without])
+            for parts in (shard.split_with_sizes(numels), row.split_with_sizes(numels))
+        )
+        distance: Tensor = torch.linalg.vector_norm(shards - rows, dtype=torch.float32)
+        return distance.double().square()
 
     def _sent(self, shard: Tensor) -> None:
         self._due, self._whole = set(), False
