@@ -27,6 +27,8 @@ WRONG = [
     ("topology", "ring"),
     ("node_size", 0),
     ("intra_node_bits", 4),
+    ("weight_bits", 2),
+    ("weight_bits", 8.0),
     ("min_numel", -5),
     ("backend", "cuda"),
     ("check_ranks", "yes"),
@@ -66,6 +68,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "check_ranks": False,
         "guard": None,
         "spike_limit": 10.0,
+        "weight_bits": None,
     }
 
 
