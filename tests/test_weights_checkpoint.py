@@ -67,6 +67,10 @@ def resumed(when: str, model_first: bool) -> None:
         train(model, optimizer)
     if when == "after an evaluation":
         evaluate(model)  # which has sent the difference already
+    if when == "with a frozen part":  # nothing more is sent of it, whatever is left out
+        freeze(model)
+        for _ in range(2):
+            train(model, optimizer)
     if when == "after a large step":  # what it left out makes the next exchange whole
         optimizer.param_groups[0]["lr"] = 30.0
         train(model, optimizer)
@@ -80,6 +84,8 @@ def resumed(when: str, model_first: bool) -> None:
             if when == "into a model that has trained":
                 train(model, optimizer)
             put_back(saved, model, loco, optimizer, model_first)
+            if when == "with a frozen part":
+                freeze(model)
             if when == "twice":  # saved again before anything was gathered
                 saved = all_of(model, loco, optimizer)
                 model, loco, optimizer = start()
@@ -96,7 +102,13 @@ def resumed(when: str, model_first: bool) -> None:
     assert not torch.equal(exact.values["0.weight"], model.units[0].seen["weight"])
 
 
+def freeze(model: Chain) -> None:
+    for unit in model.units:
+        unit.weight.requires_grad_(False)
+
+
 MOMENTS = [
+    "with a frozen part",
     "after a step",
     "after an evaluation",
     "after a large step",

@@ -78,6 +78,11 @@ class DifferenceGather(Gatherer):
         return self._inter.rank()
 
     @property
+    def _all(self) -> range:
+        """All parameters of the unit."""
+        return range(len(self.unit.shard_numels))
+
+    @property
     def _inter(self) -> dist.ProcessGroup:
         assert self._hops is not None
         return self._hops.inter
@@ -103,7 +108,7 @@ class DifferenceGather(Gatherer):
 
     def gradients_reduced(self, parameters: tuple[int, ...] | None) -> None:
         """See `Gatherer.gradients_reduced`."""
-        self._due.update(range(len(self.unit.shard_numels)) if parameters is None else parameters)
+        self._due.update(self._all if parameters is None else parameters)
 
     def refresh(self) -> None:
         """Send parameters whole the next time; those that come with a saved replica are known."""
@@ -122,6 +127,7 @@ class DifferenceGather(Gatherer):
             self._replica[self._node].to("cpu", copy=True),
             self._fingerprint.cpu(),
             sorted(self._due),
+            sorted(self._all if self._after_evaluation else self._had_gradients),
             self._whole or self._told.read() >= _WHOLE,
             dist.get_process_group_ranks(self._inter),
         )
@@ -137,7 +143,7 @@ class DifferenceGather(Gatherer):
         return (
             saved.ranks == ranks
             and saved.row.shape == (sum(numels),)
-            and all(0 <= parameter < len(numels) for parameter in saved.due)
+            and {*saved.due, *saved.beside} <= set(self._all)
         )
 
     def _fits(self, shard: Tensor) -> bool:
@@ -157,7 +163,7 @@ class DifferenceGather(Gatherer):
             if self._was_told_to_send_whole():
                 self._send_whole(shard)
             else:
-                self._send_difference(shard, self._may_have_changed(may_wait, moment))
+                self._send_difference(shard, self._may_have_changed(moment))
                 if may_wait and self._was_told_to_send_whole():
                     self._send_whole(shard)
         elif may_wait or self._after_evaluation or self._had_gradients:
@@ -168,11 +174,11 @@ class DifferenceGather(Gatherer):
         self._after_evaluation = not moment.recording
         self._had_gradients = moment.gradients
 
-    def _may_have_changed(self, may_wait: bool, moment: Moment) -> tuple[int, ...]:
+    def _may_have_changed(self, moment: Moment) -> tuple[int, ...]:
         """Parameters to send a difference of."""
         # Somebody may evaluate other parameters, and put back what was there before.
-        if may_wait or self._after_evaluation:
-            return tuple(range(len(self.unit.shard_numels)))
+        if self._after_evaluation or not moment.recording:
+            return tuple(self._all)
         # Of those with a gradient the step may have come since it was announced and sent.
         return tuple(sorted(self._due | self._had_gradients | moment.gradients))
 
@@ -184,6 +190,7 @@ class DifferenceGather(Gatherer):
         self._fill(saved.row.to(device))
         self._fingerprint = saved.fingerprint.to(device)
         self._due, self._whole = set(saved.due), saved.whole
+        self._after_evaluation, self._had_gradients = False, frozenset(saved.beside)
         self._told = HostFlag()
         return True
 
@@ -219,7 +226,7 @@ class DifferenceGather(Gatherer):
         with self._stage("encode"):
             encode_difference(shard, own, send, table, stats, backend=self._backend)
         unsent = stats.squares[..., 1].sum(dtype=torch.float64)
-        if len(parameters) < len(self.unit.shard_numels):  # the others may have changed as well
+        if len(parameters) < len(self._all):  # the others may have changed as well
             unsent = unsent + self._squared_distance(shard, own, parameters)
         squares = torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()
         self._squares = torch.stack([unsent, squares])

@@ -62,6 +62,7 @@ class SavedReplica(NamedTuple):
     row: this rank's own row of it, `[shard]`, on the CPU
     fingerprint: of the parameters that were sent last
     due: parameters that may have changed since
+    beside: those that go with the next difference, as nobody knows
     whole: whether they have to be sent whole
     ranks: global ranks that have the replica, in the order of its rows
     """
@@ -69,6 +70,7 @@ class SavedReplica(NamedTuple):
     row: Tensor
     fingerprint: Tensor
     due: list[int]
+    beside: list[int]
     whole: bool
     ranks: list[int]
 
