@@ -27,7 +27,39 @@ class Watcher(Protocol):
         """The user gives up the iteration: `FSDPModule.reset_iter_state`."""
 
 
-class Watched:
+class _StandIn:
+    """Stands in for methods of one parameter group, until it is taken away."""
+
+    def __init__(self, group: Any, *names: str) -> None:
+        """Each method of these names that the group's class has: `post_backward` for example is
+        `self._post_backward` from now on."""
+        self._group = group
+        self._before = {name: vars(group).get(name) for name in names if hasattr(type(group), name)}
+        for name in self._before:
+            setattr(group, name, self._own(name))
+
+    def _own(self, name: str) -> Any:
+        return getattr(self, f"_{name.lstrip('_')}")
+
+    def _put_back(self) -> None:
+        """What was there. What somebody else has put over it since stays, and calls us."""
+        for name, before in self._before.items():
+            if vars(self._group).get(name) != self._own(name):
+                continue
+            if before is None:
+                delattr(self._group, name)
+            else:
+                setattr(self._group, name, before)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        before = self._before[name]
+        if before is not None:
+            return before(*args, **kwargs)
+        # Not bound when this was made: somebody may replace the method of the class.
+        return getattr(type(self._group), name)(self._group, *args, **kwargs)
+
+
+class Watched(_StandIn):
     """Stands in for two methods of one parameter group, until `stop`.
 
     Attributes:
@@ -38,31 +70,14 @@ class Watched:
     def __init__(self, group: Any, watcher: Watcher) -> None:
         self.watcher: Watcher | None = watcher
         self.active: tuple[int, ...] | None = None
-        self._group = group
-        self._before = {
-            name: vars(group).get(name) for name in ("post_backward", "_reset_iter_state")
-        }
-        group.post_backward = self._post_backward
-        if hasattr(type(group), "_reset_iter_state"):  # torch 2.13
-            group._reset_iter_state = self._reset_iter_state
+        super().__init__(group, "post_backward", "_reset_iter_state")  # the latter: torch 2.13
         group._loco_watched = self
 
     def stop(self) -> None:
-        """Put back what was there. What somebody else has put over it since stays, and calls us."""
+        """Put back what was there."""
         self.watcher = self.active = None
         del self._group._loco_watched
-        for name, before in self._before.items():
-            if vars(self._group).get(name) != getattr(self, f"_{name.lstrip('_')}"):
-                continue
-            if before is None:
-                delattr(self._group, name)
-            else:
-                setattr(self._group, name, before)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        before = self._before[name]
-        # Not bound when this was made: somebody may replace the method of the class.
-        return before(*args) if before else getattr(type(self._group), name)(self._group, *args)
+        self._put_back()
 
     def _post_backward(self, *unused: Any) -> Any:
         watcher = self.watcher
@@ -91,7 +106,7 @@ class Watched:
         self._call("_reset_iter_state")
 
 
-class Gathering:
+class Gathering(_StandIn):
     """Stands in for `unshard` of one parameter group, until `stop`.
 
     Attributes:
@@ -104,30 +119,22 @@ class Gathering:
     def __init__(self, group: Any, loaded: Callable[[], None], comm: Any, stock: Any) -> None:
         self.comm, self.stock = comm, stock
         self.records = False
-        self._group = group
-        self._before = vars(group).get("unshard")
         self._handles = [
             module.register_load_state_dict_post_hook(lambda *_: loaded())
             for module in {param._module_info.module: None for param in group.fsdp_params}
         ]
-        group.unshard = self._unshard
+        super().__init__(group, "unshard")
 
     def stop(self) -> None:
-        """Put back what was there. What somebody else has put over it since stays, and calls us."""
+        """Put back what was there."""
         for handle in self._handles:
             handle.remove()
-        if vars(self._group).get("unshard") == self._unshard:
-            if self._before is None:
-                del self._group.unshard
-            else:
-                self._group.unshard = self._before
+        self._put_back()
 
     def _unshard(self, *args: Any, **kwargs: Any) -> Any:
         self.records = torch.is_grad_enabled()
         try:
-            if self._before is not None:
-                return self._before(*args, **kwargs)
-            return type(self._group).unshard(self._group, *args, **kwargs)
+            return self._call("unshard", *args, **kwargs)
         finally:
             self.records = False
 

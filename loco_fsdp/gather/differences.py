@@ -13,7 +13,6 @@ from loco_fsdp.gather.fingerprint import fingerprint
 from loco_fsdp.gather.gatherer import Gatherer, Moment, SavedReplica
 from loco_fsdp.gather.host_flag import HostFlag
 from loco_fsdp.reduction.exchange import gather_all_rows, gather_rows
-from loco_fsdp.reduction.plan_cache import PlanCache
 from loco_fsdp.reduction.precision import without_autocast
 
 # Norm of what differences may leave out, over that of the parameters: some three times what
@@ -60,7 +59,6 @@ class DifferenceGather(Gatherer):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._plans: PlanCache[BlockTable] = PlanCache(self._make_table)
         self._replica: Tensor | None = None
         self._fingerprint: Tensor | None = None
         self._told = HostFlag()
@@ -92,11 +90,6 @@ class DifferenceGather(Gatherer):
         """Bytes of the replica."""
         return 0 if self._replica is None else self._replica.nbytes
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the tables of blocks."""
-        return self._plans.nbytes
-
     @without_autocast
     def gather(self, output: Tensor, shard: Tensor, moment: Moment) -> None:
         """See `Gatherer.gather`."""
@@ -116,7 +109,7 @@ class DifferenceGather(Gatherer):
 
     def free(self) -> None:
         """Free the replica and the tables."""
-        self._plans.clear()
+        super().free()
         self._replica = self._fingerprint = self._saved = None
 
     def save(self) -> SavedReplica | None:
@@ -217,7 +210,7 @@ class DifferenceGather(Gatherer):
 
     def _send_difference(self, shard: Tensor, parameters: tuple[int, ...]) -> None:
         assert self._replica is not None
-        table = self._plans(parameters, shard.device)
+        table: BlockTable = self._plans(parameters, shard.device)
         num_bytes, num_nodes = table.wire.num_bytes, self._inter.size()
         send = self._workspace.get("difference", (1, num_bytes), shard.device)
         received = self._workspace.get("differences", (num_nodes, num_bytes), shard.device)
@@ -293,7 +286,7 @@ class DifferenceGather(Gatherer):
             gather_all_rows(list(shards), list(self._replica.unsqueeze(1)), intra)
         self.counters.add(self._replica.nbytes * (intra.size() - 1), 0)
 
-    def _make_table(self, parameters: tuple[int, ...], device: torch.device) -> BlockTable:
+    def _make_plan(self, parameters: tuple[int, ...], device: torch.device) -> BlockTable:
         """Blocks of these parameters of a shard. A row of the wire has room for one more, whose
         scale is what ranks tell each other."""
         numels = self.unit.shard_numels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from loco_fsdp.codec import GRADIENT_DTYPES, EncodeStats
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.reduction.groups import Hops
 from loco_fsdp.reduction.notices import Notices
+from loco_fsdp.reduction.plan_cache import PlanCache
 from loco_fsdp.reduction.profiling import stage
 from loco_fsdp.reduction.unit import Unit
 from loco_fsdp.reduction.workspace import Workspace
@@ -109,6 +110,7 @@ class Gatherer:
         self._notices = notices
         self._nonfinite: Tensor | None = None
         self._squares: Tensor | None = None
+        self._plans: PlanCache[Any] = PlanCache(self._make_plan)
 
     def takes(self, shard: Tensor) -> bool:
         """Whether `shard` holds the unit's parameters, in a dtype that the codec takes."""
@@ -143,6 +145,7 @@ class Gatherer:
 
     def free(self) -> None:
         """Free what is kept between gathers."""
+        self._plans.clear()
 
     @property
     def replica_bytes(self) -> int:
@@ -152,6 +155,10 @@ class Gatherer:
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables of blocks."""
+        return self._plans.nbytes
+
+    def _make_plan(self, *key: Any) -> Any:
+        """Where the blocks of a gather are."""
         raise NotImplementedError
 
     def measured(self) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from loco_fsdp.codec import BlockLayout, BlockTable, decode_rows, encode
 from loco_fsdp.gather.gatherer import Gatherer, Moment
 from loco_fsdp.reduction.exchange import gather_rows
-from loco_fsdp.reduction.plan_cache import PlanCache
 from loco_fsdp.reduction.precision import without_autocast
 from loco_fsdp.reduction.topology import remote_peers
 
@@ -36,19 +35,10 @@ class QuantizedGather(Gatherer):
        same parameters.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._plans: PlanCache[_Plan] = PlanCache(self._make_plan)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the tables of blocks."""
-        return self._plans.nbytes
-
     @without_autocast
     def gather(self, output: Tensor, shard: Tensor, moment: Moment) -> None:
         """See `Gatherer.gather`."""
-        plan = self._plans(shard.device)
+        plan: _Plan = self._plans(shard.device)
         table, device = plan.table, shard.device
         send = self._workspace.get("parameters", (1, table.wire.num_bytes), device)
         stats = self._stats(table.num_blocks, device)
@@ -61,10 +51,6 @@ class QuantizedGather(Gatherer):
         with self._stage("decode"):
             rows = output.view(self._group.size(), -1)
             decode_rows(received, rows, table, plan.ranks, add=False, backend=self._backend)
-
-    def free(self) -> None:
-        """Free the tables."""
-        self._plans.clear()
 
     def _exchange(self, send: Tensor) -> Tensor:
         """The codes of all ranks, `[ranks, num_bytes]`, in the order of the plan."""
